@@ -1,0 +1,249 @@
+"""Every setting once: its unit, its reason, its default, and the one reader of the environment.
+
+An explicit argument wins over ``GRADEXPORTER_*``, which wins over the default.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import logging
+import math
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+DEFAULT_PORT = 10420
+"""Clear of the 9100-9999 exporter list, the kubelet's 10250-10259 and torchrun's 29400-29500."""
+
+ENV_PREFIX = "GRADEXPORTER_"
+
+_log = logging.getLogger("gradexporter")
+
+
+class GradexporterError(Exception):
+    """Base of every error that gradexporter raises for its user."""
+
+
+class ConfigError(GradexporterError, ValueError):
+    """A setting cannot be used; the text says what, what was given, and what to do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JudgeConfig:
+    """When a step is odd. Decades are log10 units: 1.0 is a factor of ten."""
+
+    warmup_steps: int = 10
+    """Steps before a baseline is trusted. A median is kept over them, so ten suffice."""
+    tau_steps: float = 64.0
+    """Memory of a baseline in steps; 32 to 128 make no difference on recorded runs."""
+
+    def __post_init__(self) -> None:
+        _check(self.warmup_steps >= 1, "judge.warmup_steps", self.warmup_steps, "give 1 or more; 10 is the default")
+        _check(self.tau_steps >= 1, "judge.tau_steps", self.tau_steps, "give 1 or more; 64 is the default")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlertConfig:
+    """Thresholds and windows of the alert rules, in seconds unless said."""
+
+    lookback_seconds: int = 600
+    """How long an event keeps an alert alive; covers a scrape gap and a job that died after it."""
+    keep_firing_seconds: int = 120
+    """Bridges a lost scrape, so that an incident does not open twice."""
+
+    def __post_init__(self) -> None:
+        for setting in dataclasses.fields(self):
+            value = getattr(self, setting.name)
+            _check(
+                value > 0, f"alerts.{setting.name}", value, f"give a positive number; {setting.default} is the default"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """All settings of one watched run."""
+
+    disabled: bool = False
+    """``watch()`` returns an inert Monitor: no hook, no thread, no port."""
+    serve: bool = True
+    """Open the HTTP endpoint."""
+    host: str = "0.0.0.0"
+    """Address that the endpoint binds."""
+    port: int | None = None
+    """TCP port; None is 10420 plus the local rank. A taken port moves on to the next free one."""
+    run_id: str | None = None
+    """Identifies the run on every series; None is derived from the job (``Identity``)."""
+    attempt: str | None = None
+    """Which try of the run this is; None is the restart count of torchrun or Slurm, else 0."""
+    paging: bool = True
+    """False for an experiment: shows on run_info, and no critical rule pages for the run."""
+    labels: Mapping[str, str] = field(default_factory=dict)
+    """Routing labels for run_info, such as ``{"team": "vision"}``; alerts carry them."""
+    start_step: int = 1
+    """Number of the first step; a resumed run passes the last finished step plus one."""
+    activations: str = "layers"
+    """``layers``: outputs of modules that own parameters; ``all``: parameterless leaves too."""
+    activation_every: int | None = None
+    """Steps between activation rms, maximum and zero ratio; None lets the budget decide (1, 2, 5 or 10)."""
+    state_every: int | None = None
+    """Steps between parameter, update and optimizer state statistics; None lets the budget decide."""
+    overhead_budget: float = 0.02
+    """Share of the step time that sampled statistics may take, beyond what runs at every step."""
+    max_series: int = 2000
+    """Series per rank; layers beyond it are grouped by block and the worst stay named."""
+    hold_seconds: float = 0.0
+    """How long ``close()`` keeps serving the final state, so that a last scrape can see it."""
+    judge: JudgeConfig = field(default_factory=JudgeConfig)
+    """When a step is odd."""
+    alerts: AlertConfig = field(default_factory=AlertConfig)
+    """Thresholds of the alert rules that ``gradexporter bundle`` writes."""
+
+    def __post_init__(self) -> None:
+        for setting in dataclasses.fields(self):
+            _check_type(setting.name, getattr(self, setting.name))
+        if self.port is not None:
+            _check(0 <= self.port <= 65535, "port", self.port, "give 1 to 65535, or 0 for any free port")
+        _check(bool(self.host), "host", self.host, "give an address such as 127.0.0.1, or 0.0.0.0 for all")
+        _check(self.activations in ("layers", "all"), "activations", self.activations, "give 'layers' or 'all'")
+        _check(
+            self.start_step >= 0, "start_step", self.start_step, "give the number of the first step, 1 for a new run"
+        )
+        for name in ("activation_every", "state_every"):
+            every = getattr(self, name)
+            _check(every is None or every >= 1, name, every, "give 1 for every step, or None to let the budget decide")
+        _check(
+            0 < self.overhead_budget <= 1,
+            "overhead_budget",
+            self.overhead_budget,
+            "give a share of the step time, such as 0.02",
+        )
+        _check(
+            self.max_series >= 200,
+            "max_series",
+            self.max_series,
+            "give 200 or more; the run-level series alone need about 150",
+        )
+        _check(0 <= self.hold_seconds < math.inf, "hold_seconds", self.hold_seconds, "give seconds, 0 for none")
+        for label, value in self.labels.items():
+            legal = (
+                isinstance(label, str) and re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_]*", label) and not label.startswith("__")
+            )
+            _check(bool(legal), "labels", label, "label names are letters, digits and underscores")
+            _check(
+                label not in RESERVED_LABELS,
+                "labels",
+                label,
+                "this label belongs to Prometheus or to gradexporter; choose another",
+            )
+            _check(isinstance(value, str), f"labels[{label!r}]", value, "label values are strings")
+
+
+RESERVED_LABELS = frozenset(
+    "job instance namespace pod container cluster run_id rank local_rank world_size attempt paging model optimizer layer "
+    "quantity finding severity alertname le".split()
+)
+"""Names that a routing label may not take: target labels are Prometheus' own, the rest are ours."""
+
+
+def resolve(settings: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> Config:
+    """The settings of a run: ``settings`` over ``GRADEXPORTER_*`` over the defaults.
+
+    Raises ConfigError for an unknown name and for a value of either source that cannot be used.
+    """
+    known = {setting.name for setting in dataclasses.fields(Config)}
+    for name in settings:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known settings: {', '.join(sorted(known))}"
+            raise ConfigError(f"unknown setting {name!r}; {hint}")
+    return Config(**{**_from_env(os.environ if environ is None else environ), **settings})
+
+
+def _from_env(environ: Mapping[str, str]) -> dict[str, Any]:
+    readers = {ENV_PREFIX + name.upper(): (name, read) for name, (_, _, read) in _SCALARS.items() if read is not None}
+    found: dict[str, Any] = {}
+    for variable, text in environ.items():
+        if not variable.startswith(ENV_PREFIX):
+            continue
+        if variable in readers:
+            name, read = readers[variable]
+            try:
+                found[name] = read(text)
+            except ValueError as error:
+                raise ConfigError(f"{variable}={text!r} cannot be used: {error}") from None
+            try:
+                Config(**{name: found[name]})
+            except ConfigError as error:
+                raise ConfigError(f"{variable}={text!r} cannot be used: {error}") from None
+        elif near := difflib.get_close_matches(variable, readers, n=1, cutoff=0.85):
+            _log.warning("the environment sets %s, which nothing reads; did you mean %s?", variable, near[0])
+    return found
+
+
+def _read_bool(text: str) -> bool:
+    word = text.strip().lower()
+    if word in ("1", "true", "yes", "on"):
+        return True
+    if word in ("0", "false", "no", "off", ""):
+        return False
+    raise ValueError("give 1 or 0")
+
+
+def _read_int(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError("give a whole number") from None
+
+
+def _read_float(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError("give a number") from None
+
+
+def _read_labels(text: str) -> dict[str, str]:
+    labels = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        label, separator, value = part.partition("=")
+        if not separator:
+            raise ValueError(f"{part!r} is no pair; give name=value,name=value")
+        labels[label.strip()] = value.strip()
+    return labels
+
+
+_SCALARS: dict[str, tuple[type | tuple[type, ...], str, Callable[[str], Any] | None]] = {
+    "disabled": (bool, "True or False", _read_bool),
+    "serve": (bool, "True or False", _read_bool),
+    "host": (str, "an address", str),
+    "port": ((int, type(None)), "a port number", _read_int),
+    "run_id": ((str, type(None)), "a string", str),
+    "attempt": ((str, type(None)), "a string", str),
+    "paging": (bool, "True or False", _read_bool),
+    "labels": (Mapping, "a mapping of strings", _read_labels),
+    "start_step": (int, "a whole number", _read_int),
+    "activations": (str, "'layers' or 'all'", str),
+    "activation_every": ((int, type(None)), "a whole number of steps", _read_int),
+    "state_every": ((int, type(None)), "a whole number of steps", _read_int),
+    "overhead_budget": ((int, float), "a share such as 0.02", _read_float),
+    "max_series": (int, "a whole number", _read_int),
+    "hold_seconds": ((int, float), "seconds", _read_float),
+    "judge": (JudgeConfig, "a JudgeConfig", None),
+    "alerts": (AlertConfig, "an AlertConfig", None),
+}
+"""Type, the words for it, and how its environment variable is read, by setting."""
+
+
+def _check_type(name: str, value: Any) -> None:
+    expected, words, _ = _SCALARS[name]
+    wrong_bool = isinstance(value, bool) and expected is not bool
+    _check(isinstance(value, expected) and not wrong_bool, name, value, f"give {words}")
+
+
+def _check(holds: bool, name: str, got: Any, advice: str) -> None:
+    if not holds:
+        raise ConfigError(f"{name} cannot be {got!r}: {advice}")

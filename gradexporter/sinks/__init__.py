@@ -1,0 +1,1 @@
+"""Where a published snapshot goes: one file a destination, none knows another."""
