@@ -1,0 +1,81 @@
+"""What every test may ask for: the data beside the project and the real programs.
+
+Without them a test skips and says why; under CI their absence is a failure.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+TOOLS = ROOT / ".tools"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update", action="store_true", help="rewrite the golden files instead of comparing with them")
+
+
+def missing(what: str) -> None:
+    """Skips the test, or fails it under CI."""
+    if os.environ.get("CI") == "true":
+        pytest.fail(f"{what} is missing, which under CI is a failure")
+    pytest.skip(f"{what} is missing; `make tools` installs the programs")
+
+
+def _folder(variable: str, default: str) -> Path:
+    folder = Path(os.environ.get(variable, ROOT.parent / "shared" / default))
+    if not folder.is_dir():
+        missing(f"{variable} ({folder})")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def corpus() -> Path:
+    """Folder of recorded runs, from GRADEXPORTER_CORPUS."""
+    return _folder("GRADEXPORTER_CORPUS", "corpus")
+
+
+@pytest.fixture(scope="session")
+def cases() -> Path:
+    """Folder of small training runs, from GRADEXPORTER_CASES."""
+    return _folder("GRADEXPORTER_CASES", "cases")
+
+
+@pytest.fixture(scope="session")
+def schemas() -> Path:
+    """Folder of Grafana and CRD schemas, from GRADEXPORTER_SCHEMAS."""
+    return _folder("GRADEXPORTER_SCHEMAS", "schemas")
+
+
+@pytest.fixture(scope="session")
+def tool() -> Callable[..., str]:
+    """Path of a program: ``tool("promtool")`` from the system, ``tool("promtool", lane="new")`` from .tools/new."""
+
+    def find(name: str, lane: str | None = None) -> str:
+        found = shutil.which(name) if lane is None else shutil.which(name, path=str(TOOLS / lane))
+        if found is None:
+            missing(f"the program {name}" + (f" in .tools/{lane}" if lane else ""))
+            raise AssertionError
+        return found
+
+    return find
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
+    """Compares text with tests/golden/NAME; ``pytest --update`` rewrites it."""
+
+    def compare(name: str, text: str) -> None:
+        path = ROOT / "tests" / "golden" / name
+        if request.config.getoption("--update"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        assert path.exists(), f"{path} does not exist; run pytest --update and read the result"
+        assert path.read_text() == text
+
+    return compare
