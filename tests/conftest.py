@@ -54,10 +54,12 @@ def schemas() -> Path:
 
 @pytest.fixture(scope="session")
 def tool() -> Callable[..., str]:
-    """Path of a program: ``tool("promtool")`` from the system, ``tool("promtool", lane="new")`` from .tools/new."""
+    """Path of a program: ``tool("promtool")`` from the machine, or else from .tools/base, where `make tools` unpacks
+    what the machine lacks; ``tool("promtool", lane="new")`` from .tools/new."""
 
     def find(name: str, lane: str | None = None) -> str:
-        found = shutil.which(name) if lane is None else shutil.which(name, path=str(TOOLS / lane))
+        on_machine = shutil.which(name) if lane is None else None
+        found = on_machine or shutil.which(name, path=str(TOOLS / (lane or "base")))
         if found is None:
             missing(f"the program {name}" + (f" in .tools/{lane}" if lane else ""))
             raise AssertionError
