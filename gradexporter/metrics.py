@@ -83,7 +83,7 @@ class MetricSpec:
     @property
     def name(self) -> str:
         """Prometheus name: prefix, path, unit, and ``_total`` for a counter."""
-        parts = [PREFIX, self.path.replace(".", "_"), self.unit.value[0]]
+        parts = [PREFIX, self.path.replace(".", "_").removesuffix("_" + self.unit.value[0]), self.unit.value[0]]
         if self.kind is Kind.COUNTER:
             parts.append("total")
         return "_".join(part for part in parts if part)
@@ -201,6 +201,11 @@ def run_info_labels(view: View) -> dict[str, str]:
     }
 
 
+def label_names(spec: MetricSpec, view: View) -> tuple[str, ...]:
+    """Names of the labels that ``spec`` has in this view; only run_info's depend on it."""
+    return tuple(run_info_labels(view)) if spec is RUN_INFO else spec.labels
+
+
 RUN, LOSS, GLOBAL, LAYER = Section.RUN, Section.LOSS, Section.GLOBAL, Section.LAYER
 JUDGEMENT, CHECKPOINT, SELF = Section.JUDGEMENT, Section.CHECKPOINT, Section.SELF
 
@@ -268,7 +273,7 @@ STEPS_TOTAL = _counter(
 )
 STEP_SECONDS_TOTAL = _counter(
     RUN,
-    "step",
+    "step.seconds",
     "Seconds spent in steps; its rate over the rate of steps is the step time.",
     _one(lambda view: view.snapshot.step_seconds),
     unit=Unit.SECONDS,
@@ -603,6 +608,12 @@ REPORTS_DROPPED_TOTAL = _counter(
 )
 WATCHED_LAYERS = _gauge(
     SELF, "watched_layers", "Layers that are watched.", _one(lambda view: view.snapshot.itself.watched_layers)
+)
+SERIES = _gauge(
+    SELF,
+    "series",
+    "Series of this rank that the endpoint exposes, over all its paths.",
+    lambda view: (),
 )
 SERIES_DROPPED_TOTAL = _counter(
     SELF,

@@ -6,9 +6,11 @@ Everything after this module runs, replays from a file and is tested without a t
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -393,3 +395,28 @@ class Snapshot:
         """The worst state of the optimizers; None before the first step."""
         states = [report.state for report in self.reports if report.state is not None]
         return max(states, key=lambda state: state.code, default=None)
+
+
+def to_plain(record: object) -> Any:
+    """A record as strict JSON can hold it: enums as words, layers as rows, NaN and infinities as strings.
+
+    ``None`` stays null, which is "not observed"; a reading that is not finite is "NaN", "+Inf" or "-Inf".
+    """
+    if isinstance(record, Enum):
+        return to_plain(record.value)
+    if record is None or isinstance(record, (bool, str, int)):
+        return record
+    if isinstance(record, (float, np.floating)):
+        value = float(record)
+        return value if math.isfinite(value) else "NaN" if math.isnan(value) else "+Inf" if value > 0 else "-Inf"
+    if isinstance(record, np.integer):
+        return int(record)
+    if isinstance(record, LayerTable):
+        return [to_plain(row) for row in record.rows()]
+    if isinstance(record, Mapping):
+        return {str(key): to_plain(value) for key, value in record.items()}
+    if dataclasses.is_dataclass(record):
+        return {part.name: to_plain(getattr(record, part.name)) for part in dataclasses.fields(record)}
+    if isinstance(record, Iterable):
+        return [to_plain(item) for item in record]
+    raise TypeError(f"no plain form of {type(record).__name__}")
