@@ -36,30 +36,93 @@ class JudgeConfig:
     """When a step is odd. Decades are log10 units: 1.0 is a factor of ten."""
 
     warmup_steps: int = 10
-    """Steps before a baseline is trusted. A median is kept over them, so ten suffice."""
+    """Steps before a baseline is trusted. A median is kept over them, so ten suffice; raise it for runs whose
+    first steps are wild."""
+    warmup_readings: int = 3
+    """Readings that a baseline needs besides, for series that are sampled every few steps."""
+    warmup_jump_decades: float = 1.5
+    """Decades above the median so far at which a reading is odd even in warm-up, and not learned."""
     tau_steps: float = 64.0
     """Memory of a baseline in steps; 32 to 128 make no difference on recorded runs."""
+    gap_limit_steps: int = 16
+    """Steps that one reading may stand for, so that a single one after a long gap is no baseline."""
+    cap_decades: float = 1.0
+    """Decades above the baseline that a reading is learned as at most; keeps a spike from lifting it."""
+    floor_decades: float = 0.7
+    """Decades below its highest level that a baseline may sink: in the interpolation regime norms jump
+    from next to nothing without harm. Raise it to see spikes there."""
+    steady_floor_decades: float = 0.3
+    """The same for series that hardly move: parameters, inputs and targets."""
+    floor_decay_decades: float = 5e-5
+    """Decades a step by which the highest level is forgotten: one decade in 20,000 steps."""
+    spike_decades: float = 1.0
+    """Decades above its baseline at which the gradient norm is a spike; 1.3 is quieter and 3 steps later."""
+    cascade_parameter_decades: float = 0.5
+    """Decades above its baseline at which the largest parameter turns a spike into a cascade."""
+    cascade_within_steps: int = 16
+    """Steps since the latest spike within which parameters are held against it."""
+    cascade_gradient_decades: float = 2.0
+    """Without parameter readings: decades of the gradient norm that, on 2 of 3 steps, are a cascade."""
+    overflow_decades: float = 1.0
+    """Decades below the largest finite value of a dtype at which overflow is near."""
+    overflow_rise_decades: float = 0.2
+    """Decades above its own baseline that a value so near must be, unless it is within a factor of two: a model
+    whose activations were always large is no news."""
+    clean_steps: int = 16
+    """Steps without anything odd after which a run is healthy again."""
 
     def __post_init__(self) -> None:
-        _check(self.warmup_steps >= 1, "judge.warmup_steps", self.warmup_steps, "give 1 or more; 10 is the default")
-        _check(self.tau_steps >= 1, "judge.tau_steps", self.tau_steps, "give 1 or more; 64 is the default")
+        for setting in dataclasses.fields(self):
+            name, value, default = f"judge.{setting.name}", getattr(self, setting.name), setting.default
+            whole = isinstance(default, int)
+            words = "a whole number of 1 or more" if whole else "a number above 0"
+            legal = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
+            in_range = legal and (1 if whole else 0) <= value < math.inf
+            _check(in_range, name, value, f"give {words}; {default} is the default")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlertConfig:
-    """Thresholds and windows of the alert rules, in seconds unless said."""
+    """Thresholds, windows and links of the alert rules that ``gradexporter bundle`` writes."""
 
     lookback_seconds: int = 600
-    """How long an event keeps an alert alive; covers a scrape gap and a job that died after it."""
+    """How long an event keeps its alert alive, and how far back a run that is gone is still looked at.
+
+    Covers missed scrapes and a job that died right after the event; raise it if scrapes are minutes apart.
+    """
     keep_firing_seconds: int = 120
-    """Bridges a lost scrape, so that an incident does not open twice."""
+    """How long an alert outlives its condition, so that a lost scrape does not open an incident twice."""
+    died_for_seconds: int = 60
+    """How long an unhealthy run must be gone before it counts as dead; at least two scrapes."""
+    spikes_window_seconds: int = 1800
+    """Window in which frequent spikes are counted; raise it for steps of a minute or more."""
+    spikes_per_step: float = 1e-3
+    """Share of steps with a spike above which spikes are frequent; healthy runs stay at 3 to 4 in 10,000."""
+    spikes_at_least: int = 5
+    """Spikes in the window that one hard batch may cause; only more than these are frequent, however few the steps."""
+    stalled_seconds: int = 600
+    """Least age of the last step of a stalled run; raise it if a checkpoint blocks longer and its phase is not set."""
+    stalled_step_times: float = 20.0
+    """Age of the last step of a stalled run in its own mean step times; what waits longer is the larger of the two."""
+    routing_labels: tuple[str, ...] = ("team", "owner", "project")
+    """Labels of run_info that every alert carries where the run has them; name your own of ``watch(labels=)`` here."""
+    runbook_url: str = "https://github.com/gradexporter/gradexporter/blob/main/alerts/runbooks"
+    """Folder of the runbooks as a browser finds it; change it if on-call reads a mirror."""
+    grafana_url: str = ""
+    """Address of Grafana in front of ``/d/...``; empty leaves a path that Grafana itself can follow."""
 
     def __post_init__(self) -> None:
         for setting in dataclasses.fields(self):
-            value = getattr(self, setting.name)
-            _check(
-                value > 0, f"alerts.{setting.name}", value, f"give a positive number; {setting.default} is the default"
-            )
+            name, value = f"alerts.{setting.name}", getattr(self, setting.name)
+            if isinstance(setting.default, int):
+                whole = isinstance(value, int) and not isinstance(value, bool) and value > 0
+                _check(whole, name, value, f"give a whole number above 0; {setting.default} is the default")
+            elif isinstance(setting.default, float):
+                number = isinstance(value, (int, float)) and not isinstance(value, bool)
+                _check(number and 0 < value < math.inf, name, value, f"give a number above 0; {setting.default}")
+        _check(self.spikes_per_step < 1, "alerts.spikes_per_step", self.spikes_per_step, "give a share, such as 0.001")
+        for label in self.routing_labels:
+            _check_label("alerts.routing_labels", label)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,16 +191,7 @@ class Config:
         )
         _check(0 <= self.hold_seconds < math.inf, "hold_seconds", self.hold_seconds, "give seconds, 0 for none")
         for label, value in self.labels.items():
-            legal = (
-                isinstance(label, str) and re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_]*", label) and not label.startswith("__")
-            )
-            _check(bool(legal), "labels", label, "label names are letters, digits and underscores")
-            _check(
-                label not in RESERVED_LABELS,
-                "labels",
-                label,
-                "this label belongs to Prometheus or to gradexporter; choose another",
-            )
+            _check_label("labels", label)
             _check(isinstance(value, str), f"labels[{label!r}]", value, "label values are strings")
 
 
@@ -247,3 +301,10 @@ def _check_type(name: str, value: Any) -> None:
 def _check(holds: bool, name: str, got: Any, advice: str) -> None:
     if not holds:
         raise ConfigError(f"{name} cannot be {got!r}: {advice}")
+
+
+def _check_label(name: str, label: Any) -> None:
+    legal = isinstance(label, str) and re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_]*", label) and not label.startswith("__")
+    _check(bool(legal), name, label, "label names are letters, digits and underscores")
+    advice = "this label belongs to Prometheus or to gradexporter; choose another"
+    _check(label not in RESERVED_LABELS, name, label, advice)
