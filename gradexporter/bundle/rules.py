@@ -1,0 +1,372 @@
+"""The alert rules: what the judge found, brought to people, once a run whatever its number of ranks.
+
+Rules read the verdict, they do not judge: a scrape sees one step of many. They never compare a
+magnitude, because NaN compares false, and never count on ``increase`` alone, because a counter's
+first event is invisible to it when the series is born with it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from gradexporter import metrics
+from gradexporter.bundle.promql import ATTEMPT, RUN, Raw, duration, series
+from gradexporter.config import AlertConfig
+from gradexporter.records import FindingKind, Severity, State
+
+DASHBOARD_UID = "gradexporter-run"
+
+HEADER = "# Written by `gradexporter bundle` from the catalogue and AlertConfig; edit those.\n"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alert:
+    """One alert rule: ``left`` compared with ``right``, then what keeps it quiet."""
+
+    name: str
+    severity: Severity
+    left: str
+    """Left side of the comparison: what has data whenever the rule can judge at all."""
+    right: str
+    """The operator and what ``left`` is compared with."""
+    conditions: tuple[str, ...] = ()
+    """``and`` and ``unless`` clauses, each on a line of its own."""
+    for_seconds: int = 0
+    keep_firing_seconds: int
+    summary: str
+    """One sentence without numbers or labels, the same for every run."""
+    description: tuple[str, ...]
+    """Sentences: the facts of this run: what, where, since when, what to do first."""
+
+    @property
+    def expr(self) -> str:
+        """The whole expression."""
+        return "\n".join((f"{self.left} {self.right}", *self.conditions))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recording:
+    """One recording rule, named ``level:metric:operation``."""
+
+    name: str
+    expr: str
+
+
+def alerts(config: AlertConfig) -> tuple[Alert, ...]:
+    """Every alert, the gravest first."""
+    return (_nonfinite(config), _cascade(config), _died(config), _spike(config), _frequent(config), _stalled(config))
+
+
+def recordings() -> tuple[Recording, ...]:
+    """One series a run of what a fleet is sorted by; keep these where the ranks' own series are dropped early."""
+    return (
+        Recording(
+            name=f"namespace_run_id_attempt:{metrics.HEALTH_STATE.name}:max",
+            expr=f"max by ({ATTEMPT}) ({series(metrics.HEALTH_STATE)})",
+        ),
+        Recording(
+            name=f"namespace_run_id:{metrics.GRADIENT_SPIKE_RATIO_PEAK.name}:max",
+            expr=f"max by ({RUN}) ({series(metrics.GRADIENT_SPIKE_RATIO_PEAK)})",
+        ),
+        Recording(
+            name=f"namespace_run_id:{metrics.STEP_SECONDS_TOTAL.name.removesuffix('_total')}:mean",
+            expr=_mean_step_seconds(),
+        ),
+    )
+
+
+def render(config: AlertConfig) -> str:
+    """The rule file as YAML text."""
+    return HEADER + "groups:\n" + "".join(_lines(config))
+
+
+# -- the rules ------------------------------------------------------------------------------------
+
+
+def _nonfinite(config: AlertConfig) -> Alert:
+    return Alert(
+        name="GradexporterNonfinite",
+        severity=Severity.CRITICAL,
+        left=_last_finding(config, FindingKind.NONFINITE),
+        right=_recent(config),
+        conditions=(_unless_paging_is_off(config),),
+        keep_firing_seconds=config.keep_firing_seconds,
+        summary="Training produces non-finite values.",
+        description=(
+            f"{_RUN_WORDS} has NaN or Inf in a loss, activation, parameter or applied gradient,",
+            "last at {{ $value | humanizeTimestamp }}.",
+            _first_nonfinite(config),
+            _shape(config),
+            *_restart_point(config),
+            "First action: stop the run, every further step is wasted.",
+        ),
+    )
+
+
+def _cascade(config: AlertConfig) -> Alert:
+    return Alert(
+        name="GradexporterGradientCascade",
+        severity=Severity.CRITICAL,
+        left=_last_finding(config, FindingKind.GRADIENT_CASCADE, FindingKind.OVERFLOW_IMMINENT),
+        right=_recent(config),
+        conditions=(_unless_paging_is_off(config),),
+        keep_firing_seconds=config.keep_firing_seconds,
+        summary="Training is finite but breaking up: a spike has reached the parameters, or a value nears overflow.",
+        description=(
+            f"{_RUN_WORDS} is in a cascade, last at {{{{ $value | humanizeTimestamp }}}};",
+            "without action non-finite values usually follow within steps.",
+            _worst_layer(config),
+            _shape(config),
+            *_restart_point(config),
+            "First action: stop the run before it writes another checkpoint.",
+        ),
+    )
+
+
+def _died(config: AlertConfig) -> Alert:
+    ended_badly = series(metrics.RUN_ENDED, reason=("exception", "signal", "killed"))
+    alive = f"{series(metrics.HEALTH_STATE)} unless ignoring (attempt, reason) {ended_badly} == 1"
+    closed = series(metrics.RUN_ENDED, window=config.lookback_seconds, reason="closed")
+    return Alert(
+        name="GradexporterDiedWhileUnhealthy",
+        severity=Severity.CRITICAL,
+        left=f"max by ({ATTEMPT}) (last_over_time({series(metrics.HEALTH_STATE, window=config.lookback_seconds)}))",
+        right=f">= {State.SPIKE.code}",
+        conditions=(
+            f"unless on ({ATTEMPT}) ({alive})",
+            f"unless on ({RUN}) max_over_time({closed}) == 1",
+            _unless_paging_is_off(config),
+        ),
+        for_seconds=config.died_for_seconds,
+        keep_firing_seconds=config.keep_firing_seconds,
+        summary="A run ended without being closed while its gradients were unhealthy.",
+        description=(
+            f"{_RUN_WORDS} is gone; its last state was {_STATE_WORDS}, and it did not close normally.",
+            _worst_layer(config),
+            _shape(config),
+            *_restart_point(config),
+            "First action: read the last lines of its log before it is restarted.",
+        ),
+    )
+
+
+def _spike(config: AlertConfig) -> Alert:
+    return Alert(
+        name="GradexporterGradientSpike",
+        severity=Severity.WARNING,
+        left=_last_finding(config, FindingKind.GRADIENT_SPIKE),
+        right=_recent(config),
+        keep_firing_seconds=config.keep_firing_seconds,
+        summary="The gradient norm spiked above its baseline.",
+        description=(
+            f"{_RUN_WORDS} had a gradient spike, last at {{{{ $value | humanizeTimestamp }}}};",
+            "most spikes recover by themselves.",
+            _worst_layer(config),
+            "First action: none if the state is healthy again; else watch the dashboard.",
+        ),
+    )
+
+
+def _frequent(config: AlertConfig) -> Alert:
+    window = config.spikes_window_seconds
+    spikes = f"increase({series(metrics.FINDINGS_TOTAL, window=window, finding=FindingKind.GRADIENT_SPIKE)})"
+    steps = f"increase({series(metrics.STEPS_TOTAL, window=window)})"
+    per_step = f"sum without (finding) ({spikes}) / ignoring (attempt) group_left () sum without (outcome) ({steps})"
+    return Alert(
+        name="GradexporterGradientSpikesFrequent",
+        severity=Severity.WARNING,
+        left=f"max by ({ATTEMPT}) ({per_step})",
+        right=f"> {config.spikes_per_step}",
+        conditions=(f"and on ({ATTEMPT}) max by ({ATTEMPT}) ({spikes}) > {config.spikes_at_least}",),
+        keep_firing_seconds=config.keep_firing_seconds,
+        summary="The gradient norm spikes more often than healthy training does.",
+        description=(
+            f"{_RUN_WORDS} had a gradient spike in {{{{ $value | humanizePercentage }}}} of the steps of the last",
+            f"{duration(window)}.",
+            _worst_layer(config),
+            "First action: lower the learning rate or tighten clipping before a spike turns into a cascade.",
+        ),
+    )
+
+
+def _stalled(config: AlertConfig) -> Alert:
+    attempts = f"ignoring (attempt) group_right () {series(metrics.HEALTH_STATE)} * 0"
+    age = f"time() - max by ({ATTEMPT}) ({series(metrics.LAST_STEP_TIMESTAMP)} + {attempts})"
+    patience = f"{config.stalled_step_times:g} * {_mean_step_seconds()}"
+    paused = series(metrics.RUN_PHASE, window=config.stalled_seconds, phase=("eval", "checkpoint"))
+    return Alert(
+        name="GradexporterTrainingStalled",
+        severity=Severity.WARNING,
+        left=age,
+        right=f"> {config.stalled_seconds}",
+        conditions=(
+            f"unless on ({ATTEMPT}) {age} <= on ({RUN}) group_left () {patience}",
+            f"unless on ({RUN}) max_over_time({paused}) == 1",
+            f"unless on ({RUN}) {series(metrics.RUN_ENDED)} == 1",
+        ),
+        keep_firing_seconds=config.keep_firing_seconds,
+        summary="Training has stopped making steps although the process is alive.",
+        description=(
+            f"{_RUN_WORDS} closed its last step {{{{ $value | humanizeDuration }}}} ago,",
+            "is in no evaluation or checkpoint phase and has not ended.",
+            _last_step(),
+            "First action: dump the stacks of its ranks (py-spy dump) and look for the one that waits alone.",
+        ),
+    )
+
+
+# -- parts of expressions -------------------------------------------------------------------------
+
+
+def _last_finding(config: AlertConfig, *kinds: FindingKind) -> str:
+    words = tuple(str(kind) for kind in kinds)
+    finding = words if len(words) > 1 else words[0]
+    window = series(metrics.LAST_FINDING_TIMESTAMP, window=config.lookback_seconds, finding=finding)
+    return f"max by ({ATTEMPT}) (max_over_time({window}))"
+
+
+def _recent(config: AlertConfig) -> str:
+    return f"> time() - {config.lookback_seconds}"
+
+
+def _unless_paging_is_off(config: AlertConfig) -> str:
+    """Looks back as far as the event does, so that the switch outlives its target exactly as long."""
+    return f"unless on ({RUN}) max_over_time({series(metrics.RUN_INFO, window=config.lookback_seconds, paging='off')})"
+
+
+def _mean_step_seconds() -> str:
+    """Since the process started: a mean over a window has no steps in it while a run is stalled."""
+    steps = f"sum without (outcome) ({series(metrics.STEPS_TOTAL)})"
+    return f"max by ({RUN}) ({series(metrics.STEP_SECONDS_TOTAL)} / {steps})"
+
+
+# -- parts of texts -------------------------------------------------------------------------------
+
+_RUN_WORDS = (
+    "Run {{ $labels.run_id }}{{ with $labels.namespace }} in namespace {{ . }}{{ end }}, attempt {{ $labels.attempt }},"
+)
+_STATE_WORDS = (
+    f"{{{{ if ge $value {State.NONFINITE.code}.0 }}}}{State.NONFINITE}"
+    f"{{{{ else if ge $value {State.CASCADE.code}.0 }}}}{State.CASCADE}{{{{ else }}}}{State.SPIKE}{{{{ end }}}}"
+)
+_OF_RUN = {"namespace": Raw("%q"), "run_id": Raw("%q")}
+_OF_ATTEMPT = {**_OF_RUN, "attempt": Raw("%q")}
+
+
+def _with(query: str, text: str, otherwise: str = "") -> str:
+    """``text`` about the first result of a query about this run; ``otherwise`` if there is none.
+
+    The query holds one ``%q`` for each label of the run, in groups of two (run) or three (attempt).
+    """
+    arguments = []
+    rest = query
+    while "run_id=%q" in rest:
+        _, _, rest = rest.partition("run_id=%q")
+        arguments += ["$labels.namespace", "$labels.run_id"]
+        if rest.startswith(", attempt=%q"):
+            arguments.append("$labels.attempt")
+    other = f"{{{{ else }}}}{otherwise}" if otherwise else ""
+    call = f"printf `{query}` {' '.join(arguments)} | query"
+    return f"{{{{ with {call} }}}}{{{{ with . | first }}}}{text}{{{{ end }}}}{other}{{{{ end }}}}"
+
+
+def _first_nonfinite(config: AlertConfig) -> str:
+    window = config.lookback_seconds
+    info = series(metrics.FIRST_NONFINITE_INFO, window=window, **_OF_ATTEMPT)
+    step = series(metrics.FIRST_NONFINITE_STEP, window=window, **_OF_ATTEMPT)
+    query = (
+        f"bottomk(1, max by (rank, layer, quantity) (max_over_time({info}))"
+        f" * on (rank) group_left () max by (rank) (max_over_time({step})))"
+    )
+    return _with(
+        query,
+        'It began at step {{ value . | printf "%.0f" }} in the {{ label "quantity" . }} of layer'
+        ' {{ label "layer" . }} on rank {{ label "rank" . }}.',
+        "Where it began is not known.",
+    )
+
+
+def _worst_layer(config: AlertConfig) -> str:
+    ratio = series(metrics.LAYER_SPIKE_RATIO, window=config.lookback_seconds, **_OF_RUN)
+    return _with(
+        f"topk(1, max by (rank, layer) (max_over_time({ratio})) > 1)",
+        'Worst layer: {{ label "layer" . }} on rank {{ label "rank" . }},'
+        ' {{ value . | printf "%.3g" }} times its usual gradient norm.',
+        "No layer stands out.",
+    )
+
+
+def _shape(config: AlertConfig) -> str:
+    shape = series(metrics.DIAGNOSIS, window=config.lookback_seconds, **_OF_ATTEMPT)
+    return _with(f"topk(1, max by (shape) (last_over_time({shape})) == 1)", 'Diagnosis: {{ label "shape" . }}.')
+
+
+def _restart_point(config: AlertConfig) -> tuple[str, str]:
+    healthy = series(metrics.LAST_HEALTHY_STEP, window=config.lookback_seconds, **_OF_RUN)
+    clean = series(metrics.LAST_CLEAN_CHECKPOINT_STEP, window=config.lookback_seconds, **_OF_RUN)
+    return (
+        _with(
+            f"min(last_over_time({healthy}))",
+            'Last healthy step: {{ value . | printf "%.0f" }}.',
+            "No healthy step is known.",
+        ),
+        _with(
+            f"min(last_over_time({clean}))",
+            'Last clean checkpoint: step {{ value . | printf "%.0f" }}.',
+            "No clean checkpoint was reported.",
+        ),
+    )
+
+
+def _last_step() -> str:
+    return _with(f"max({series(metrics.STEP, **_OF_RUN)})", 'Last step: {{ value . | printf "%.0f" }}.')
+
+
+def _routing_label(config: AlertConfig, label: str) -> str:
+    """The label's value on the run's run_info.
+
+    A query in the label, not a join in the expression: a join would lose the alert where run_info is
+    missing, and fail the rule of every run where two ranks of one disagree.
+    """
+    info = f'{metrics.RUN_INFO.name}{{namespace=%q, run_id=%q, attempt=%q, {label}!=""}}'
+    query = f"topk(1, max_over_time({info}[{duration(config.lookback_seconds)}]))"
+    return _with(query, f'{{{{ label "{label}" . }}}}')
+
+
+# -- YAML -----------------------------------------------------------------------------------------
+
+
+def _lines(config: AlertConfig) -> Iterator[str]:
+    yield "  - name: gradexporter-alerts\n    rules:\n"
+    for alert in alerts(config):
+        yield f"      - alert: {alert.name}\n"
+        yield _block("expr", alert.expr)
+        yield f"        for: {duration(alert.for_seconds)}\n"
+        yield f"        keep_firing_for: {duration(alert.keep_firing_seconds)}\n"
+        yield "        labels:\n"
+        yield f"          severity: {alert.severity}\n"
+        for label in config.routing_labels:
+            yield f"          {label}: '{_routing_label(config, label)}'\n"
+        yield "        annotations:\n"
+        yield from _annotations(config, alert)
+    yield "  - name: gradexporter-runs\n    rules:\n"
+    for recording in recordings():
+        yield f"      - record: {recording.name}\n"
+        yield _block("expr", recording.expr)
+
+
+def _annotations(config: AlertConfig, alert: Alert) -> Iterator[str]:
+    runbook = f"{config.runbook_url.rstrip('/')}/{alert.name}.md"
+    variables = "var-namespace={{ $labels.namespace | urlquery }}&var-run={{ $labels.run_id | urlquery }}"
+    dashboard = f"{config.grafana_url.rstrip('/')}/d/{DASHBOARD_UID}?{variables}"
+    yield f"          summary: {json.dumps(alert.summary)}\n"
+    yield "          description: >-\n"
+    yield from (f"            {sentence}\n" for sentence in alert.description)
+    yield f"          runbook_url: {json.dumps(runbook)}\n"
+    yield f"          dashboard_url: {json.dumps(dashboard)}\n"
+
+
+def _block(name: str, text: str) -> str:
+    return f"        {name}: |-\n" + "".join(f"          {line}\n" for line in text.splitlines())
