@@ -1,0 +1,98 @@
+"""The callables that torch holds for us. A copy of a watched model carries inert ones."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from gradexporter.hooks.capture import Capture, Watched
+
+
+def inert(*_args: Any, **_kwargs: Any) -> None:
+    """What a hook becomes in a copied or unpickled model."""
+
+
+class _Point:
+    """A hook that does not travel: copying or pickling a watched model leaves ``inert`` in its place."""
+
+    __slots__ = ("capture",)
+
+    def __init__(self, capture: Capture) -> None:
+        self.capture = capture
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return inert
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        return (_inert_hook, ())
+
+
+def _inert_hook() -> Any:
+    return inert
+
+
+class Entering(_Point):
+    """Before the forward of the watched model."""
+
+    __slots__ = ()
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self.capture.entering(module, args, kwargs)
+
+
+class Leaving(_Point):
+    """After the forward of the watched model, also when it raised."""
+
+    __slots__ = ()
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self.capture.leaving()
+
+
+class LayerOutput(_Point):
+    """After the forward of one layer."""
+
+    __slots__ = ("layer",)
+
+    def __init__(self, capture: Capture, layer: int) -> None:
+        super().__init__(capture)
+        self.layer = layer
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self.capture.layer_output(self.layer, output)
+
+
+class Accumulated(_Point):
+    """After autograd added to the gradient of a parameter; asks once a backward to be called at its end.
+
+    The engine runs queued callbacks in order, and data parallel wrappers queue theirs during backward: a
+    callback that queues a second one runs after them, when gradients are reduced.
+    """
+
+    __slots__ = ("_task", "watched")
+
+    def __init__(self, capture: Capture, watched: Watched) -> None:
+        super().__init__(capture)
+        self.watched = watched
+        self._task = -1
+
+    def __call__(self, parameter: Tensor) -> None:
+        # Keyed by the graph task: a backward that fails midway never reaches its end, and must not
+        # leave a flag behind that blinds the next one.
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            self._task = task
+            self.capture.backward_began()
+            torch.autograd.Variable._execution_engine.queue_callback(self._first)
+
+    def _first(self) -> None:
+        torch.autograd.Variable._execution_engine.queue_callback(self._second)
+
+    def _second(self) -> None:
+        self.capture.backward_ended(self.watched)

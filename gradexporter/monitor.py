@@ -1,0 +1,342 @@
+"""``watch`` and ``Monitor``: the one place where capture, judgement and sinks are put together."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+
+from gradexporter import identity
+from gradexporter.config import DEFAULT_PORT, Config, ConfigError, resolve
+from gradexporter.fence import Fence
+from gradexporter.hooks import Capture
+from gradexporter.hooks.cadence import Cadence
+from gradexporter.records import Finding, Snapshot, StepReport
+from gradexporter.sinks.prometheus import Endpoint
+from gradexporter.worker import Worker
+
+CLOSE_SECONDS = 5.0
+"""How long ``close`` waits for the last steps; at interpreter exit nothing may hang."""
+
+FLUSH_SECONDS = 30.0
+
+PHASES = ("train", "eval", "checkpoint")
+
+Loss = TypeVar("Loss")
+
+_log = logging.getLogger("gradexporter")
+_open: weakref.WeakSet[Monitor] = weakref.WeakSet()
+
+
+def watch(
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer],
+    scaler: GradScaler | None = None,
+    **settings: Any,
+) -> Monitor:
+    """Measures, judges and publishes every step of a training loop from now on.
+
+    ``settings`` are the fields of ``Config``; an explicit one wins over ``GRADEXPORTER_*`` and over the default.
+    Call it after the model is on its device and before the first step. Raises ConfigError when something given
+    cannot be used; after it has returned nothing of ours raises into training.
+    """
+    config = resolve(settings)
+    optimizers = _checked(model, optimizer, scaler)
+    if config.disabled:
+        return Monitor()
+    fence = Fence()
+    cadence = Cadence(config)
+    own = identity.identify(config, type(model).__name__, ", ".join(type(one).__name__ for one in optimizers))
+    worker = Worker(own, config, fence, cadence, len(optimizers))
+    capture = Capture(
+        model, optimizers, config, fence, cadence, worker.submit, lambda phase: worker.tell("phase", phase)
+    )
+    endpoint = _endpoint(config, worker, fence) if config.serve else None
+    return Monitor(_Parts(config, fence, cadence, worker, capture, endpoint))
+
+
+def _checked(model: Any, optimizer: Any, scaler: Any) -> list[Optimizer]:
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"model must be a torch.nn.Module, got {type(model).__name__}: pass the model itself, "
+            "not its parameters or its output"
+        )
+    optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+    if not optimizers:
+        raise ConfigError("optimizer cannot be an empty sequence: pass the optimizers that update the model")
+    own = {id(parameter) for parameter in model.parameters()}
+    for one in optimizers:
+        if not isinstance(one, Optimizer):
+            raise ConfigError(
+                f"optimizer must be a torch.optim.Optimizer or a sequence of them, got {type(one).__name__}: "
+                "pass the object whose step() updates the model"
+            )
+        if not any(id(parameter) in own for group in one.param_groups for parameter in group["params"]):
+            raise ConfigError(
+                f"the optimizer ({type(one).__name__}) holds none of the model's parameters: pass the optimizer "
+                "that was built from this model, after the last .to() or wrap that replaces parameters"
+            )
+    if scaler is not None and not isinstance(scaler, GradScaler):
+        raise ConfigError(
+            f"scaler must be a torch.amp.GradScaler or None, got {type(scaler).__name__}: pass the scaler whose "
+            "step() wraps the optimizer's"
+        )
+    return optimizers
+
+
+def _endpoint(config: Config, worker: Worker, fence: Fence) -> Endpoint | None:
+    local = identity.local_rank()
+    endpoint = Endpoint(
+        lambda: worker.snapshot,
+        host=config.host,
+        port=DEFAULT_PORT + local if config.port is None else config.port,
+        first_alternate=DEFAULT_PORT + max(identity.local_world_size(), local + 1),
+        max_series=config.max_series,
+        on_failure=fence.record,
+    )
+    try:
+        endpoint.start()
+    except Exception as error:  # a port is never worth a run
+        fence.record("endpoint", error)
+        return None
+    return endpoint
+
+
+class _Parts:
+    """What an active Monitor is made of."""
+
+    def __init__(
+        self,
+        config: Config,
+        fence: Fence,
+        cadence: Cadence,
+        worker: Worker,
+        capture: Capture,
+        endpoint: Endpoint | None,
+    ) -> None:
+        self.config = config
+        self.fence = fence
+        self.worker = worker
+        self.capture = capture
+        self.endpoint = endpoint
+        reference = weakref.ref(capture)  # the worker must not keep the model alive
+
+        def facts() -> dict[str, Any]:
+            live = reference()
+            return {
+                "overhead_seconds": live.seconds if live else 0.0,
+                "overhead_budget_exceeded": cadence.exceeded,
+                "capture_every_steps": cadence.every,
+                "watched_layers": len(live.layers) if live else 0,
+                "signal_available": dict(live.signals) if live else {},
+            }
+
+        def idle() -> None:
+            live = reference()
+            if live is not None:
+                live.seal(older_than=1.0)
+
+        worker.facts = facts
+        worker.idle = idle
+
+
+class Monitor:
+    """One watched run; made by ``watch``. Also a context manager, and closed at interpreter exit.
+
+    Every method may be called on an inert or closed monitor and then does nothing. None of them raises into
+    training.
+    """
+
+    def __init__(self, parts: _Parts | None = None) -> None:
+        """Inert without ``parts``."""
+        self._parts = parts
+        self._closed = parts is None
+        self._closing = threading.Lock()
+        self._odd_loss_logged = False
+        if parts is None:
+            return
+        try:
+            parts.capture.attach()
+        except BaseException:
+            if parts.endpoint is not None:
+                parts.endpoint.close()
+            raise
+        parts.capture.monitor = self  # a monitor that nobody kept lives as long as the hooks
+        parts.worker.start()
+        weakref.finalize(self, _release, parts.worker, parts.endpoint).atexit = False
+        _open.add(self)
+
+    # -- the training loop ----------------------------------------------------------------------
+
+    def observe(self, loss: Loss, inputs: Any = None, targets: Any = None) -> Loss:
+        """Returns ``loss`` unchanged and adds it to the step being built, without synchronising.
+
+        ``loss`` is a tensor of one element or a float; several a step are averaged. After ``optimizer.step()``
+        it belongs to the step just closed. ``inputs`` and ``targets`` are tensors, nested as they come: their
+        range is measured.
+        """
+        if not self._closed and self._parts is not None and not torch.compiler.is_compiling():
+            parts = self._parts
+            try:
+                number = self._number(loss)
+                parts.capture.observe(number, inputs, targets)
+            except Exception as error:
+                parts.fence.record("observe", error)
+        return loss
+
+    def _number(self, loss: Any) -> float | Tensor | None:
+        if isinstance(loss, Tensor):
+            if loss.numel() == 1 and not loss.is_complex():
+                # A copy: the user's tensor is not kept, and changing it in place changes nothing here.
+                return loss.detach().to(torch.float64, copy=True).reshape(())
+        elif isinstance(loss, (int, float)) and not isinstance(loss, bool):
+            return float(loss)
+        elif loss is None:
+            return None
+        assert self._parts is not None
+        shape = f" of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else ""
+        self._parts.fence.record(
+            "observe",
+            f"a loss must be a tensor of one element or a float, got {type(loss).__name__}{shape}; it is ignored",
+        )
+        return None
+
+    def checkpoint_saved(self, path: str | os.PathLike[str] | None = None, step: int | None = None) -> None:
+        """Notes that a checkpoint of ``step`` (None: the last closed one) was written to ``path``."""
+        if self._closed or self._parts is None:
+            return
+        if step is None:
+            step = self._parts.capture.last_step
+        if step is not None:
+            self._parts.worker.tell("checkpoint", int(step))
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Marks a block as ``eval`` or ``checkpoint``, so that a pause of training is not a stall."""
+        if name not in PHASES:
+            raise ConfigError(f"phase cannot be {name!r}: give one of {', '.join(PHASES)}")
+        self._tell_phase(name)
+        try:
+            yield
+        finally:
+            self._tell_phase("train")
+
+    def _tell_phase(self, name: str) -> None:
+        if not self._closed and self._parts is not None:
+            self._parts.worker.tell("phase", name)
+
+    # -- reading ----------------------------------------------------------------------------------
+
+    @property
+    def report(self) -> StepReport | None:
+        """The latest judged step; None before the first."""
+        return None if self._parts is None else self._parts.worker.report
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """The most recent findings, oldest first; at most a thousand."""
+        return () if self._parts is None else tuple(self._parts.worker.findings)
+
+    @property
+    def snapshot(self) -> Snapshot | None:
+        """Everything that is published at this moment; None when inert."""
+        return None if self._parts is None else self._parts.worker.snapshot
+
+    @property
+    def port(self) -> int | None:
+        """TCP port of the endpoint; None when it does not serve."""
+        return None if self._parts is None or self._parts.endpoint is None else self._parts.endpoint.port
+
+    @property
+    def url(self) -> str | None:
+        """Address of the endpoint's landing page; None when it does not serve."""
+        return None if self._parts is None or self._parts.endpoint is None else self._parts.endpoint.url
+
+    # -- ending -------------------------------------------------------------------------------------
+
+    def flush(self, timeout: float = FLUSH_SECONDS) -> bool:
+        """Waits until every closed step is judged and published; False if that takes longer than ``timeout`` s."""
+        if self._parts is None or self._closed:
+            return True
+        with self._parts.fence.guarding("close"):
+            self._parts.capture.seal()
+            return self._parts.worker.drain(timeout)
+        return False
+
+    def close(self, hold: float | None = None) -> None:
+        """Ends the watch: hooks off, last steps published, port closed. A second call does nothing.
+
+        ``hold`` keeps the final state on the endpoint for so many seconds before the port closes, for a last
+        scrape; None takes ``hold_seconds``.
+        """
+        self._end("closed", self._parts.config.hold_seconds if hold is None and self._parts else hold or 0.0)
+
+    def _end(self, reason: str, hold: float) -> None:
+        with self._closing:
+            if self._closed or self._parts is None:
+                return
+            self._closed = True
+        parts = self._parts
+        _open.discard(self)
+        with parts.fence.guarding("close"):
+            parts.capture.seal()
+        with parts.fence.guarding("close"):
+            parts.capture.detach()
+        with parts.fence.guarding("close"):
+            parts.worker.tell("end", reason)
+            parts.worker.stop(CLOSE_SECONDS)
+        with parts.fence.guarding("close"):
+            if parts.endpoint is not None:
+                if hold > 0:
+                    threading.Event().wait(hold)
+                parts.endpoint.close()
+        parts.capture.monitor = None
+
+    def __enter__(self) -> Monitor:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        hold = self._parts.config.hold_seconds if self._parts else 0.0
+        self._end("closed" if kind is None else "exception", hold)
+
+
+def _release(worker: Worker, endpoint: Endpoint | None) -> None:
+    worker.stop(0.0)
+    if endpoint is not None:
+        endpoint.close()
+
+
+def _at_exit() -> None:
+    uncaught = getattr(sys, "last_type", None)
+    reason = "closed" if uncaught is None else "signal" if uncaught is KeyboardInterrupt else "exception"
+    for monitor in list(_open):
+        monitor._end(reason, 0.0)
+
+
+def _in_forked_child() -> None:
+    """A child shares the hooks but has neither thread nor endpoint: it goes on unwatched."""
+    for monitor in list(_open):
+        parts = monitor._parts
+        monitor._closed = True
+        if parts is not None:
+            parts.capture.alive = False
+    _open.clear()
+
+
+atexit.register(_at_exit)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_forked_child)

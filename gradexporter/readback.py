@@ -1,0 +1,313 @@
+"""From results of one step, wherever they lie, to a StepReport: the only device-to-host copy of the package.
+
+The trainer thread packs what is still on a device into one buffer and starts one non-blocking copy to
+pinned memory; the worker thread waits for the copy, folds parameters into layers and builds the report.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gradexporter.records import FLOAT32_MAX, LayerTable, Mask, StepReport, Values
+from gradexporter.stats import Block
+
+Indexes = NDArray[np.intp]
+
+Number = float | Tensor
+"""A value that may still be on a device, as a 0-dim tensor."""
+
+
+@dataclass(slots=True)
+class Pending:
+    """One closed step before it is read: blocks and numbers on the host or on a device."""
+
+    step: int
+    optimizer: int
+    plan: Plan
+    applied: bool
+    started: float | None
+    """Monotonic seconds at which the step before closed; None for the first."""
+    closed: float
+    """Monotonic seconds at which this one closed."""
+    timestamp: float
+    blocks: dict[str, Block] = field(default_factory=dict)
+    numbers: dict[str, Number] = field(default_factory=dict)
+    losses: list[Number] = field(default_factory=list)
+    gradients: tuple[int, ...] = ()
+    """Positions of the parameters that had a gradient."""
+    moments: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    updates: tuple[int, ...] = ()
+    rates: list[Number] = field(default_factory=list)
+    order: Values | None = None
+    """Rank in which each layer's forward returned, -1 where it did not run."""
+    dtype_max: Values | None = None
+    scaled: bool = True
+    """Whether the gradients still carried the loss scale when they were measured."""
+    reference: int = -1
+    """Position of the parameter that was read again before the update, for the clip factor."""
+    copy: tuple[Tensor, torch.cuda.Event] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How the parameters of one optimizer fold into its layers."""
+
+    layers: tuple[str, ...]
+    """Names of the layers of this optimizer, in the order of the model."""
+    indexes: tuple[int, ...]
+    """Their positions among all layers of the model."""
+    owners: Indexes
+    """For each parameter the position of its layer in ``layers``."""
+
+
+def pack(pending: Pending) -> None:
+    """Starts the copy of everything that lies on a device; without a device it does nothing.
+
+    On the trainer thread, without waiting: one flat float64 buffer, one copy to pinned memory, one event.
+    """
+    places = [value for value in _device_values(pending) if value.device.type == "cuda"]
+    if not places:
+        return
+    home = places[0].device
+    flat = torch.cat([value.detach().reshape(-1).to(home, torch.float64, non_blocking=True) for value in places])
+    landed = torch.empty(flat.shape, dtype=torch.float64, pin_memory=True)
+    landed.copy_(flat, non_blocking=True)
+    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(home))
+    pending.copy = (landed, event)
+
+
+def _device_values(pending: Pending) -> list[Tensor]:
+    values = [*pending.blocks.values(), *pending.numbers.values(), *pending.losses, *pending.rates]
+    return [value for value in values if isinstance(value, Tensor)]
+
+
+class Reader:
+    """Builds reports on the worker thread; remembers the parameter norms of the step before."""
+
+    def __init__(self) -> None:
+        self._norms: dict[int, tuple[int, Values]] = {}
+
+    def report(self, pending: Pending) -> StepReport:
+        """The unjudged report of a step; waits for its copy, so never on the trainer thread."""
+        _land(pending)
+        before = self._norms.get(pending.optimizer)
+        known = before[1] if before is not None and before[0] == pending.step - 1 else None
+        report = _report(pending, known)
+        column = report.layers.column("parameter_norm")
+        if column is not None:
+            self._norms[pending.optimizer] = (pending.step, column[0])
+        return report
+
+
+def _report(pending: Pending, norms_before: Values | None) -> StepReport:
+    plan, numbers = pending.plan, {name: _number(value) for name, value in pending.numbers.items()}
+    columns: dict[str, tuple[Values, Mask]] = {}
+    nonfinite: dict[str, float] = {}
+    fields: dict[str, Any] = {}
+    scale = numbers.get("loss_scale")
+    applied = pending.applied and not numbers.get("found_inf", 0.0)
+    _fold_gradients(pending, columns, nonfinite, fields, scale if pending.scaled else None)
+    if "clip" in numbers and pending.reference >= 0:
+        fields["clip_factor"] = _clip_factor(pending, numbers["clip"], scale)
+    _fold_state(pending, columns, nonfinite, fields)
+    if applied:
+        _fold_updates(pending, columns, fields, norms_before)
+    _fold_activations(pending, columns, nonfinite, fields)
+    for name in ("input", "target"):
+        if f"{name}_max_abs" in numbers:
+            fields[f"{name}_max_abs"] = numbers[f"{name}_max_abs"]
+    if numbers.get("input_nonfinite"):
+        nonfinite["input"] = numbers["input_nonfinite"]
+    losses = [_number(loss) for loss in pending.losses]
+    loss = math.fsum(losses) / len(losses) if losses and all(map(math.isfinite, losses)) else _odd_mean(losses)
+    if loss is not None:
+        nonfinite["loss"] = float(sum(not math.isfinite(part) for part in losses))
+    rates = tuple(_number(rate) for rate in pending.rates)
+    dtype_max = FLOAT32_MAX if pending.dtype_max is None else float(np.min(pending.dtype_max, initial=FLOAT32_MAX))
+    return StepReport(
+        step=pending.step,
+        loss=loss,
+        learning_rate=max(rates, default=None),
+        nonfinite=nonfinite,
+        applied=applied,
+        layers=LayerTable(plan.layers, columns),
+        dtype_max=dtype_max,
+        loss_scale=scale,
+        optimizer=pending.optimizer,
+        group_learning_rates=rates,
+        step_seconds=None if pending.started is None else pending.closed - pending.started,
+        timestamp=pending.timestamp,
+        **fields,
+    )
+
+
+def _land(pending: Pending) -> None:
+    if pending.copy is None:
+        return
+    landed, event = pending.copy
+    event.synchronize()
+    flat, at = landed.numpy(), 0
+
+    def taken(value: Block | Number) -> Block | Number:
+        nonlocal at
+        if not isinstance(value, Tensor) or value.device.type != "cuda":
+            return value
+        part = flat[at : at + value.numel()].reshape(tuple(value.shape))
+        at += value.numel()
+        return part.copy() if part.ndim else float(part)
+
+    pending.blocks = {name: taken(value) for name, value in pending.blocks.items()}  # type: ignore[misc]
+    pending.numbers = {name: taken(value) for name, value in pending.numbers.items()}  # type: ignore[misc]
+    pending.losses = [taken(value) for value in pending.losses]  # type: ignore[misc]
+    pending.rates = [taken(value) for value in pending.rates]  # type: ignore[misc]
+    pending.copy = None
+
+
+def _number(value: Number | Values) -> float:
+    return float(value.reshape(()) if isinstance(value, np.ndarray) else value)
+
+
+def _array(block: Block) -> Values:
+    return block.double().numpy() if isinstance(block, Tensor) else block
+
+
+def _odd_mean(losses: Sequence[float]) -> float | None:
+    if not losses:
+        return None
+    return math.nan if any(map(math.isnan, losses)) else sum(losses) / len(losses)
+
+
+def _fold_gradients(
+    pending: Pending,
+    columns: dict[str, tuple[Values, Mask]],
+    nonfinite: dict[str, float],
+    fields: dict[str, Any],
+    scale: float | None,
+) -> None:
+    if "gradients" not in pending.blocks:
+        return
+    norms, largest, counts = _array(pending.blocks["gradients"])
+    if scale:
+        norms, largest = norms / scale, largest / scale
+    owners = pending.plan.owners[list(pending.gradients)]
+    size = len(pending.plan.layers)
+    seen = np.zeros(size, dtype=bool)
+    seen[owners] = True
+    squares = _added(owners, norms, size, squared=True)
+    columns["gradient_norm"] = (squares, seen)
+    columns["gradient_max_abs"] = (_largest(owners, largest, size), seen)
+    columns["gradient_nonfinite"] = (_added(owners, counts, size), seen)
+    fields["gradient_norm"] = _hypot(norms)
+    fields["gradient_max_abs"] = float(np.max(largest))
+    nonfinite["gradient"] = float(counts.sum())
+
+
+def _clip_factor(pending: Pending, now: float, scale: float | None) -> float | None:
+    before = float(_array(pending.blocks["gradients"])[0][pending.reference])
+    if pending.scaled and scale:
+        before /= scale
+    if not before or not math.isfinite(before):
+        return None
+    factor = now / before
+    return 1.0 if abs(factor - 1.0) < 1e-4 else factor
+
+
+def _fold_state(
+    pending: Pending,
+    columns: dict[str, tuple[Values, Mask]],
+    nonfinite: dict[str, float],
+    fields: dict[str, Any],
+) -> None:
+    owners, size = pending.plan.owners, len(pending.plan.layers)
+    if "parameters" in pending.blocks:
+        norms, largest, counts = _array(pending.blocks["parameters"])
+        seen = np.zeros(size, dtype=bool)
+        seen[owners] = True
+        columns["parameter_norm"] = (_added(owners, norms, size, squared=True), seen)
+        columns["parameter_max_abs"] = (_largest(owners, largest, size), seen)
+        fields["parameter_norm"] = _hypot(norms)
+        fields["parameter_max_abs"] = float(np.max(largest))
+        nonfinite["parameter"] = float(counts.sum())
+    for name, positions in pending.moments.items():
+        _, largest, counts = _array(pending.blocks[name])
+        holders = owners[list(positions)]
+        seen = np.zeros(size, dtype=bool)
+        seen[holders] = True
+        columns[f"{name}_max_abs"] = (_largest(holders, largest, size), seen)
+        fields[f"{name}_max_abs"] = float(np.max(largest))
+        nonfinite["optimizer_state"] = nonfinite.get("optimizer_state", 0.0) + float(counts.sum())
+
+
+def _fold_updates(
+    pending: Pending, columns: dict[str, tuple[Values, Mask]], fields: dict[str, Any], norms_before: Values | None
+) -> None:
+    """Update over the parameters that it changed; where their norm was not measured, over those after it."""
+    if "updates" not in pending.blocks or "parameter_norm" not in columns:
+        return
+    size = len(pending.plan.layers)
+    moved = pending.plan.owners[list(pending.updates)]
+    updates = _array(pending.blocks["updates"])[0]
+    norms = columns["parameter_norm"][0] if norms_before is None or len(norms_before) != size else norms_before
+    there = np.zeros(size, dtype=bool)
+    there[moved] = True
+    with np.errstate(divide="ignore", invalid="ignore"):
+        columns["update_ratio"] = (_added(moved, updates, size, squared=True) / norms, there & (norms != 0))
+    whole = _hypot(norms)
+    fields["update_ratio"] = _hypot(updates) / whole if whole else None
+
+
+def _fold_activations(
+    pending: Pending,
+    columns: dict[str, tuple[Values, Mask]],
+    nonfinite: dict[str, float],
+    fields: dict[str, Any],
+) -> None:
+    order = pending.order
+    blocks = [_array(block) for name, block in pending.blocks.items() if name.startswith("activations")]
+    if order is None or not blocks:
+        return
+    squares, _, zeros, elements, counts = np.sum(blocks, axis=0)
+    largest = np.max([block[1] for block in blocks], axis=0)
+    ran = order >= 0
+    columns["execution_order"] = (order, ran)
+    columns["activation_nonfinite"] = (counts, ran)
+    nonfinite["activation"] = float(counts.sum())
+    measured = ran & (elements > 0)
+    if measured.any():
+        size = np.where(measured, elements, 1.0)
+        columns["activation_rms"] = (np.sqrt(squares / size), measured)
+        columns["activation_max_abs"] = (largest, measured)
+        columns["activation_zero_ratio"] = (zeros / size, measured)
+        fields["activation_max_abs"] = float(np.max(largest[measured]))
+    if pending.dtype_max is not None and (pending.dtype_max < FLOAT32_MAX).any():
+        columns["dtype_max"] = (pending.dtype_max, ran)
+
+
+def _added(owners: Indexes, values: Values, size: int, *, squared: bool = False) -> Values:
+    """Sum, or root of the sum of squares, by layer; scaled so that no square overflows."""
+    if not squared:
+        return np.asarray(np.bincount(owners, weights=values, minlength=size), dtype=np.float64)
+    top = float(np.max(values, initial=0.0))
+    unit = top if 0 < top < math.inf else 1.0
+    with np.errstate(invalid="ignore", over="ignore", under="ignore"):
+        return np.asarray(np.sqrt(np.bincount(owners, weights=(values / unit) ** 2, minlength=size)) * unit)
+
+
+def _largest(owners: Indexes, values: Values, size: int) -> Values:
+    largest = np.zeros(size)
+    with np.errstate(invalid="ignore"):  # NaN goes through, and says so
+        np.maximum.at(largest, owners, values)
+    return largest
+
+
+def _hypot(norms: Values) -> float:
+    return float(_added(np.zeros(len(norms), dtype=np.intp), norms, 1, squared=True)[0])

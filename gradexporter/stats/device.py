@@ -1,0 +1,56 @@
+"""Reductions of tensors on an accelerator: nothing here asks the device for a value.
+
+Every result stays a float64 tensor on its device until read-back. Sums of squares are accumulated in
+float64, so that a norm does not overflow before its tensor does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def measure(tensors: Sequence[Tensor]) -> Tensor:
+    """L2 norm, largest absolute value, non-finite count of each tensor: float64, shape ``(3, len(tensors))``."""
+    listed = list(tensors)
+    norms = torch.stack([norm.double() for norm in torch._foreach_norm(listed, 2, dtype=torch.float64)])
+    largest = torch.stack([norm.double() for norm in torch._foreach_norm(listed, math.inf, dtype=torch.float64)])
+    counts = torch.stack([count_nonfinite(tensor) for tensor in listed])
+    return torch.stack([norms, largest, counts])
+
+
+def count_nonfinite(tensor: Tensor) -> Tensor:
+    """Number of NaN and infinite elements as a 0-dim float64 tensor."""
+    return torch.isfinite(tensor).logical_not_().sum(dtype=torch.float64)
+
+
+class Accumulator:
+    """Output statistics of all layers over the calls of one step, on one device; see ``host.Accumulator``."""
+
+    def __init__(self, layers: int, place: torch.device) -> None:
+        self._block = torch.zeros((5, layers), dtype=torch.float64, device=place)
+        self._indexes: dict[tuple[int, ...], Tensor] = {}
+
+    def add(self, layer: int, tensor: Tensor, *, full: bool) -> None:
+        """Adds one output tensor; a plain sentinel when not ``full``."""
+        column = self._block[:, layer]
+        column[4] += count_nonfinite(tensor)
+        if not full:
+            return
+        column[0] += torch.linalg.vector_norm(tensor, 2, dtype=torch.float64).square()
+        column[1] = torch.maximum(column[1], torch.linalg.vector_norm(tensor, math.inf, dtype=torch.float64))
+        column[2] += tensor.numel() - torch.count_nonzero(tensor)
+        column[3] += tensor.numel()
+
+    def take(self, layers: Sequence[int]) -> Tensor:
+        """A copy of the columns of these layers, which start again from zero."""
+        key = tuple(layers)
+        index = self._indexes.get(key)
+        if index is None:  # copying an index to the device waits for it, so each is copied once
+            index = self._indexes[key] = torch.tensor(key, dtype=torch.long, device=self._block.device)
+        block = self._block.index_select(1, index)
+        self._block.index_fill_(1, index, 0.0)
+        return block

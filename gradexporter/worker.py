@@ -1,0 +1,176 @@
+"""The worker thread: sealed steps in, judged and published snapshots out.
+
+It holds neither model nor optimizer, so that it keeps no user tensor alive.
+"""
+
+from __future__ import annotations
+
+import collections
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from gradexporter.config import Config
+from gradexporter.fence import Fence
+from gradexporter.hooks.cadence import Cadence
+from gradexporter.judge import Judge
+from gradexporter.readback import Pending, Reader
+from gradexporter.records import Finding, FindingKind, Identity, SelfStats, Severity, Snapshot, State, StepReport
+from gradexporter.tally import Tally
+
+MOST_PENDING = 1024
+"""Sealed steps that may wait; beyond it the oldest is dropped and counted."""
+
+MOST_FINDINGS = 1000
+"""Findings that ``Monitor.findings`` keeps."""
+
+SAY_AGAIN_STEPS = 16
+"""A critical finding is logged when there was none of its kind for so many steps."""
+
+_log = logging.getLogger("gradexporter")
+
+
+class Worker:
+    """Reads back, judges, tallies and publishes, in order, on one daemon thread."""
+
+    def __init__(self, identity: Identity, config: Config, fence: Fence, cadence: Cadence, optimizers: int) -> None:
+        self._fence = fence
+        self._cadence = cadence
+        self._judges = [Judge(config.judge) for _ in range(optimizers)]
+        self._reader = Reader()
+        self._tally = Tally(identity, time.time)
+        self._queue: collections.deque[tuple[str, Any]] = collections.deque()
+        self._wake = threading.Condition()
+        self._waiting_steps = 0
+        self._dropped = 0
+        self._busy = False
+        self._stopping = False
+        self._seconds = 0.0
+        self._said: dict[FindingKind, int] = {}
+        self.findings: collections.deque[Finding] = collections.deque(maxlen=MOST_FINDINGS)
+        self.report: StepReport | None = None
+        self.snapshot: Snapshot = self._tally.snapshot
+        """What sinks read: one reference, swapped when a step is complete."""
+        self.facts: Callable[[], dict[str, Any]] = dict
+        """What the capture side knows of itself, as fields of SelfStats."""
+        self.idle: Callable[[], None] = lambda: None
+        """Called about once a second."""
+        self._thread = threading.Thread(target=self._run, name="gradexporter-worker", daemon=True)
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._publish()
+        self._thread.start()
+
+    def submit(self, pending: Pending) -> None:
+        """Queues a sealed step; drops the oldest rather than let training wait."""
+        with self._wake:
+            if self._waiting_steps >= MOST_PENDING:
+                self._drop_oldest()
+            self._waiting_steps += 1
+            self._queue.append(("step", pending))
+            self._wake.notify()
+
+    def tell(self, what: str, value: Any) -> None:
+        """Queues a fact about the run: its phase, a checkpoint, its end."""
+        with self._wake:
+            self._queue.append((what, value))
+            self._wake.notify()
+
+    def drain(self, timeout: float) -> bool:
+        """Waits until everything queued is published; False if that took longer than ``timeout`` seconds."""
+        with self._wake:
+            return self._wake.wait_for(lambda: not self._queue and not self._busy, timeout)
+
+    def stop(self, timeout: float) -> None:
+        """Ends the thread after what is queued, or after ``timeout`` seconds."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify_all()
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join(timeout)
+
+    def _drop_oldest(self) -> None:
+        for index, (what, _) in enumerate(self._queue):
+            if what == "step":
+                del self._queue[index]
+                self._waiting_steps -= 1
+                self._dropped += 1
+                return
+
+    def _run(self) -> None:
+        while True:
+            with self._wake:
+                self._busy = False
+                self._wake.notify_all()
+                if not self._queue and not self._stopping:
+                    self._wake.wait(1.0)
+                if not self._queue:
+                    if self._stopping:
+                        return
+                    what, value = "idle", None
+                else:
+                    what, value = self._queue.popleft()
+                    self._waiting_steps -= what == "step"
+                    self._busy = True
+            began = time.thread_time()
+            try:
+                self._handle(what, value)
+            except Exception as error:
+                self._fence.record("judge" if what == "step" else "publish", error)
+            self._seconds += time.thread_time() - began
+
+    def _handle(self, what: str, value: Any) -> None:
+        if what == "step":
+            self._step(value)
+        elif what == "idle":
+            self.idle()
+        elif what == "phase":
+            self.snapshot = self._tally.phase(value)
+        elif what == "checkpoint":
+            self.snapshot = self._tally.checkpoint(value)
+        elif what == "end":
+            self.snapshot = self._tally.end(value, self._itself())
+
+    def _step(self, pending: Pending) -> None:
+        with self._fence.guarding("readback"):
+            report = self._reader.report(pending)
+            judged = self._judges[pending.optimizer](report)
+            odd = judged.state not in (None, State.WARMING_UP, State.HEALTHY)
+            if odd or any(finding.severity is not Severity.INFO for finding in judged.findings):
+                self._cadence.arm(judged.step)
+            self.findings.extend(judged.findings)
+            self.report = judged
+            self.snapshot = self._tally.add(judged, self._itself())
+            self._say(judged)
+
+    def _say(self, report: StepReport) -> None:
+        for finding in report.findings:
+            if finding.severity is not Severity.CRITICAL:
+                continue
+            fresh = report.step - self._said.get(finding.kind, -SAY_AGAIN_STEPS) >= SAY_AGAIN_STEPS
+            self._said[finding.kind] = report.step
+            if fresh:
+                _log.warning(
+                    "gradexporter: step %d: %s%s%s; last healthy step %s",
+                    report.step,
+                    finding.kind,
+                    f" in layer {finding.layer}" if finding.layer else "",
+                    f", {finding.ratio:.3g} times its baseline" if finding.ratio is not None else "",
+                    report.last_healthy_step,
+                )
+
+    def _publish(self) -> None:
+        self.snapshot = self._tally.begin(self._itself())
+
+    def _itself(self) -> SelfStats:
+        facts = self.facts()
+        facts["overhead_seconds"] = facts.get("overhead_seconds", 0.0) + self._seconds
+        return SelfStats(
+            readback_lag_steps=self._waiting_steps,
+            reports_dropped=self._dropped,
+            failures=self._fence.failures,
+            **facts,
+        )
