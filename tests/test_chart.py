@@ -181,7 +181,7 @@ def test_every_object_of_the_values_schema_is_closed():
     label_map = schema["definitions"]["labels"]
     helms_own = schema["properties"]["global"]
 
-    assert {"type": "string"} == label_map["additionalProperties"]
+    assert label_map["additionalProperties"] == {"type": "string"}
     for node in _objects(schema):
         if node not in (label_map, helms_own):
             assert node["additionalProperties"] is False, node
@@ -226,41 +226,41 @@ def test_the_chart_works_inside_a_parent_chart_that_switches_it_on(helm: Helm, t
 def test_by_default_labelled_pods_of_all_namespaces_are_scraped_at_their_named_port(helm: Helm):
     spec = of_kind(helm.render(), "PodMonitor")["spec"]
 
-    assert {"matchLabels": {"gradexporter.io/scrape": "true"}} == spec["selector"]
-    assert {"any": True} == spec["namespaceSelector"]
-    assert "gradexporter" == spec["podMetricsEndpoints"][0]["port"]
-    assert ["/metrics"] * 2 == [endpoint["path"] for endpoint in spec["podMetricsEndpoints"]]
+    assert spec["selector"] == {"matchLabels": {"gradexporter.io/scrape": "true"}}
+    assert spec["namespaceSelector"] == {"any": True}
+    assert spec["podMetricsEndpoints"][0]["port"] == "gradexporter"
+    assert [endpoint["path"] for endpoint in spec["podMetricsEndpoints"]] == ["/metrics"] * 2
 
 
 def test_ranks_that_share_a_pod_are_scraped_at_numbered_ports_and_none_twice(helm: Helm):
     first, others = of_kind(helm.render(), "PodMonitor")["spec"]["podMetricsEndpoints"]
     [keep] = [rule for rule in others["relabelings"] if rule.get("action") == "keep"]
 
-    assert "gradexporter" == first["port"]
-    assert ["__meta_kubernetes_pod_container_port_name"] == keep["sourceLabels"]
-    assert "gradexporter-[0-9]+" == keep["regex"]
+    assert first["port"] == "gradexporter"
+    assert keep["sourceLabels"] == ["__meta_kubernetes_pod_container_port_name"]
+    assert keep["regex"] == "gradexporter-[0-9]+"
     assert "port" not in others
 
 
 def test_a_selector_of_ones_own_replaces_the_label_of_the_default(helm: Helm):
     spec = of_kind(helm.render(*value_files(CHART / "ci" / "namespaces-values.yaml")), "PodMonitor")["spec"]
 
-    assert {"app.kubernetes.io/component": "trainer"} == spec["selector"]["matchLabels"]
-    assert {"matchNames": ["team-vision", "team-speech"]} == spec["namespaceSelector"]
+    assert spec["selector"]["matchLabels"] == {"app.kubernetes.io/component": "trainer"}
+    assert spec["namespaceSelector"] == {"matchNames": ["team-vision", "team-speech"]}
 
 
 def test_a_limit_of_zero_is_no_limit(helm: Helm):
     spec = of_kind(helm.render("--set", "podMonitor.sampleLimit=0,podMonitor.targetLimit=100000000"), "PodMonitor")
 
     assert "sampleLimit" not in spec["spec"]
-    assert 100_000_000 == spec["spec"]["targetLimit"]
+    assert spec["spec"]["targetLimit"] == 100_000_000
 
 
 def test_additional_labels_reach_the_object_that_the_operator_selects_by_them(helm: Helm):
     one = helm.render("--set", "podMonitor.additionalLabels.release=stack")
     every = helm.render("--set", "commonLabels.release=stack")
 
-    assert "stack" == of_kind(one, "PodMonitor")["metadata"]["labels"]["release"]
+    assert of_kind(one, "PodMonitor")["metadata"]["labels"]["release"] == "stack"
     assert "release" not in of_kind(one, "PrometheusRule")["metadata"]["labels"]
     assert {"stack"} == {manifest["metadata"]["labels"]["release"] for manifest in every}
 
@@ -324,15 +324,15 @@ def test_the_dashboard_is_the_repositorys_byte_for_byte(helm: Helm):
 def test_the_sidecar_finds_the_dashboard_and_its_folder(helm: Helm):
     metadata = of_kind(helm.render(), "ConfigMap")["metadata"]
 
-    assert "1" == metadata["labels"]["grafana_dashboard"]
-    assert "Training" == metadata["annotations"]["grafana_folder"]
+    assert metadata["labels"]["grafana_dashboard"] == "1"
+    assert metadata["annotations"]["grafana_folder"] == "Training"
 
 
 def test_the_dashboard_may_live_in_the_namespace_of_grafana(helm: Helm):
     manifests = helm.render("--set", "dashboards.namespace=grafana")
 
-    assert "grafana" == of_kind(manifests, "ConfigMap")["metadata"]["namespace"]
-    assert "monitoring" == of_kind(manifests, "PodMonitor")["metadata"]["namespace"]
+    assert of_kind(manifests, "ConfigMap")["metadata"]["namespace"] == "grafana"
+    assert of_kind(manifests, "PodMonitor")["metadata"]["namespace"] == "monitoring"
 
 
 # -- the chart as a whole -------------------------------------------------------------------------
