@@ -7,18 +7,27 @@ its values are those of rank 0.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
-from gradexporter.records import LayerTable, Mask, Snapshot, State, Values
+from gradexporter.records import LayerTable, Mask, Snapshot, State, StepReport, Values
 
-CORE_SERIES = 180
-"""Series kept free for the run level, process and exporter families."""
+RUN_SERIES = 190
+"""Series kept free for everything that is not a layer or a parameter group."""
 
 LAYER_FAMILIES = 12
 """Series that one layer can have."""
+
+CALM_RATIO = 3.0
+"""Below it a layer's spike ratio is noise: naming by it would name every layer in turn, each a new series."""
+
+_ROOT_OF_SQUARES = frozenset({"gradient_norm", "parameter_norm"})
+_SUMMED = frozenset({"gradient_nonfinite", "activation_nonfinite"})
+
+Owners = NDArray[np.intp]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,98 +37,157 @@ class View:
     snapshot: Snapshot
     layers: LayerTable
     """Named layers, then blocks (``encoder.*``); a block covers all its layers, named or not."""
-    layer_gradient_nonfinite: Mapping[str, float]
-    layer_activation_nonfinite: Mapping[str, float]
+    layer_totals: LayerTable
+    """Counts since the start for the rows of ``layers``."""
+    learning_rates: tuple[tuple[str, float], ...] = ()
+    """Parameter group and its rate; the groups of a second optimizer are 1.0, 1.1 and so on."""
     series_dropped: int = 0
 
 
 class Exposure:
-    """Chooses what one endpoint shows; used by one thread."""
+    """Chooses what one endpoint shows; a view depends on the snapshot alone."""
 
     def __init__(self, max_series: int) -> None:
-        self._most = max(1, (max_series - CORE_SERIES) // LAYER_FAMILIES)
-        self._dropped: set[str] = set()
-        self._blocks_of: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
+        self._spare = max(LAYER_FAMILIES, max_series - RUN_SERIES)
+        self._known = _Names((), 0)
 
     def view(self, snapshot: Snapshot) -> View:
         """The view of this snapshot under the budget."""
-        table = snapshot.layers
+        rates = _learning_rates(snapshot.reports)
+        shown_rates = rates[: self._spare // 4]
+        most = max(1, (self._spare - len(shown_rates)) // LAYER_FAMILIES)
+        known = self._names(snapshot.layers.names, most)
+        layers, totals = known.distinct(snapshot.layers), known.distinct(snapshot.layer_totals)
+        dropped = len(rates) - len(shown_rates)
+        if len(known.names) > most:
+            count = max(0, most - len(known.blocks))
+            dropped += (len(known.names) - count) * LAYER_FAMILIES
+            named = _worst(layers, totals, _culprits(snapshot.reports), count)
+            layers, totals = known.folded(layers, named), known.folded(totals, named)
         if snapshot.identity.rank != 0 and snapshot.state in (None, State.WARMING_UP, State.HEALTHY):
-            return self._view(snapshot, LayerTable(), {}, {})
-        gradients, activations = snapshot.layer_gradient_nonfinite, snapshot.layer_activation_nonfinite
-        if len(table) <= self._most:
-            return self._view(snapshot, table, gradients, activations)
-        blocks = self._blocks(table.names)
-        groups = tuple(dict.fromkeys(blocks))
-        named = _worst(table, self._most - len(groups))
-        kept = {table.names[index] for index in named}
-        self._dropped.update(name for name in table.names if name not in kept)
-        return self._view(
-            snapshot,
-            _grouped(table, named, blocks, groups),
-            _summed(gradients, kept, dict(zip(table.names, blocks, strict=True))),
-            _summed(activations, kept, dict(zip(table.names, blocks, strict=True))),
-        )
-
-    def _view(
-        self, snapshot: Snapshot, layers: LayerTable, gradients: Mapping[str, float], activations: Mapping[str, float]
-    ) -> View:
+            layers = totals = LayerTable()
         return View(
-            snapshot=snapshot,
-            layers=layers,
-            layer_gradient_nonfinite=gradients,
-            layer_activation_nonfinite=activations,
-            series_dropped=len(self._dropped) * LAYER_FAMILIES,
+            snapshot=snapshot, layers=layers, layer_totals=totals, learning_rates=shown_rates, series_dropped=dropped
         )
 
-    def _blocks(self, names: tuple[str, ...]) -> tuple[str, ...]:
-        if self._blocks_of[0] != names:
-            self._blocks_of = (names, blocks(names, max(1, self._most // 2)))
-        return self._blocks_of[1]
+    def _names(self, names: tuple[str, ...], most: int) -> _Names:
+        known = self._known
+        if known.given != names or known.most != most:
+            known = self._known = _Names(names, most)
+        return known
 
 
-def blocks(names: tuple[str, ...], most: int) -> tuple[str, ...]:
+class _Names:
+    """What follows from the names of the layers alone."""
+
+    def __init__(self, given: tuple[str, ...], most: int) -> None:
+        self.given = given
+        self.most = most
+        self.names = tuple(dict.fromkeys(given))
+        self._rows = _owners(given, self.names)
+        block_of = blocks(self.names, max(1, most // 2))
+        self.blocks = tuple(dict.fromkeys(block_of))
+        self._members = _owners(block_of, self.blocks)
+
+    def distinct(self, table: LayerTable) -> LayerTable:
+        """One row a layer, where two optimizers share some."""
+        if len(self.names) == len(self.given):
+            return table
+        return LayerTable(self.names, _folded(table, self._rows, len(self.names)))
+
+    def folded(self, table: LayerTable, named: Sequence[int]) -> LayerTable:
+        """The rows of the named layers, then one a block."""
+        folds = _folded(table, self._members, len(self.blocks))
+        columns = {
+            column: (
+                np.concatenate([values[named], folds[column][0]]),
+                np.concatenate([observed[named], folds[column][1]]),
+            )
+            for column, (values, observed) in table.columns.items()
+        }
+        return LayerTable(tuple(self.names[index] for index in named) + self.blocks, columns)
+
+
+def blocks(names: Sequence[str], most: int) -> tuple[str, ...]:
     """The block of each name: the longest common depth of prefix with at most ``most`` blocks."""
-    chosen = ("*",) * len(names)
-    for depth in range(1, max((name.count(".") for name in names), default=0) + 1):
-        candidate = tuple(".".join(name.split(".")[:depth]) + ".*" for name in names)
+    parts = [name.split(".") for name in names]
+    chosen = ("*",) * len(parts)
+    for depth in range(1, max(map(len, parts), default=0)):
+        candidate = tuple(".".join(part[:depth]) + ".*" for part in parts)
         if len(set(candidate)) > most:
             break
         chosen = candidate
     return chosen
 
 
-def _worst(table: LayerTable, count: int) -> list[int]:
+def _learning_rates(reports: Iterable[StepReport]) -> tuple[tuple[str, float], ...]:
+    rates: list[tuple[str, float]] = []
+    for report in reports:
+        groups = report.group_learning_rates
+        if not groups and report.learning_rate is not None:
+            groups = (report.learning_rate,)
+        before = f"{report.optimizer}." if report.optimizer else ""
+        rates += ((f"{before}{index}", rate) for index, rate in enumerate(groups))
+    return tuple(rates)
+
+
+def _culprits(reports: Iterable[StepReport]) -> set[str | None]:
+    """Layers that a verdict names; an alert that names one must find its series."""
+    found: set[str | None] = set()
+    for report in reports:
+        found.update(finding.layer for finding in report.findings)
+        if report.diagnosis is not None:
+            found.add(report.diagnosis.layer)
+        if report.first_nonfinite is not None:
+            found.add(report.first_nonfinite.layer)
+    return found
+
+
+def _worst(table: LayerTable, totals: LayerTable, culprits: set[str | None], count: int) -> list[int]:
+    """Positions of the layers that stay named, in the order of the model."""
+    badness = np.zeros(len(table))
     pair = table.column("spike_ratio")
-    ratios = np.zeros(len(table)) if pair is None else np.where(pair[1], pair[0], 0.0)
-    ratios = np.where(np.isnan(ratios), np.inf, ratios)
-    for column in ("gradient_nonfinite", "activation_nonfinite"):
-        bad = table.column(column)
-        if bad is not None:
-            ratios = np.where(bad[1] & (bad[0] > 0), np.inf, ratios)
-    order = np.argsort(-ratios, kind="stable")[: max(0, count)]
-    return sorted(int(index) for index in order)
+    if pair is not None:
+        ratios = np.where(np.isnan(pair[0]), np.inf, pair[0])
+        badness = np.where(pair[1] & (ratios >= CALM_RATIO), ratios, 0.0)
+    for values, observed in totals.columns.values():
+        badness = np.where(observed & (values > 0), np.inf, badness)
+    named_by_verdict = np.array([name in culprits for name in table.names], dtype=bool)
+    order = np.lexsort((-badness, ~named_by_verdict))
+    return sorted(order[:count].tolist())
 
 
-def _grouped(table: LayerTable, named: list[int], blocks: tuple[str, ...], groups: tuple[str, ...]) -> LayerTable:
+def _owners(names: Sequence[str], groups: Sequence[str]) -> Owners:
     position = {group: index for index, group in enumerate(groups)}
-    owner = np.array([position[block] for block in blocks])
+    return np.array([position[name] for name in names], dtype=np.intp)
+
+
+def _folded(table: LayerTable, owners: Owners, size: int) -> dict[str, tuple[Values, Mask]]:
+    """Each column with the rows of one owner made one: norms by root of sum of squares, counts by sum, else maxima.
+
+    NaN stays NaN: a block with one lost layer is lost.
+    """
     columns: dict[str, tuple[Values, Mask]] = {}
     for column, (values, observed) in table.columns.items():
-        folded = np.full(len(groups), np.nan)
-        seen = np.zeros(len(groups), dtype=bool)
-        np.logical_or.at(seen, owner[observed], True)
-        squares = column in ("gradient_norm", "parameter_norm")
-        source = values[observed] ** 2 if squares else values[observed]
-        start = np.where(seen, 0.0 if squares else -np.inf, np.nan)
-        (np.add if squares else np.maximum).at(start, owner[observed], source)
-        folded = np.sqrt(start) if squares else start
-        columns[column] = (np.concatenate([values[named], folded]), np.concatenate([observed[named], seen]))
-    return LayerTable(tuple(table.names[index] for index in named) + groups, columns)
+        owner, readings = owners[observed], values[observed]
+        seen = np.zeros(size, dtype=bool)
+        seen[owner] = True
+        with np.errstate(all="ignore"):
+            if column in _SUMMED:
+                folded = np.zeros(size)
+                np.add.at(folded, owner, readings)
+            else:
+                folded = np.full(size, -np.inf)
+                np.maximum.at(folded, owner, readings)
+                if column in _ROOT_OF_SQUARES:
+                    folded = _norm(owner, readings, folded)
+        columns[column] = (folded, seen)
+    return columns
 
 
-def _summed(totals: Mapping[str, float], kept: set[str], block: Mapping[str, str]) -> dict[str, float]:
-    shown = {name: total for name, total in totals.items() if name in kept}
-    for name, total in totals.items():
-        shown[block[name]] = shown.get(block[name], 0.0) + total
-    return shown
+def _norm(owner: Owners, norms: Values, largest: Values) -> Values:
+    """Root of the sum of squares; scaled by the largest, so that it overflows only where the norm does."""
+    scale = np.where(np.isfinite(largest) & (largest > 0), largest, 1.0)
+    squares = np.zeros(len(largest))
+    np.add.at(squares, owner, (norms / scale[owner]) ** 2)
+    return scale * np.sqrt(squares)

@@ -22,6 +22,8 @@ FLOAT32_MAX = 3.4028234663852886e38
 class _Word(str, Enum):
     """An enum whose members are the words that labels, JSON and people see."""
 
+    __hash__ = str.__hash__  # Enum hashes its name: a word would equal its member and yet miss it in a dict
+
     def __str__(self) -> str:
         return str(self.value)
 
@@ -363,10 +365,12 @@ class Snapshot:
     identity: Identity
     reports: tuple[StepReport, ...] = ()
     """Latest report of each optimizer; empty before the first step."""
+    readings: tuple[StepReport, ...] = ()
+    """``reports`` in which statistics that are sampled keep their last reading."""
     layers: LayerTable = field(default_factory=LayerTable)
-    """Layers of all optimizers; statistics that are sampled keep their last reading."""
-    layer_gradient_nonfinite: Mapping[str, float] = field(default_factory=dict)
-    layer_activation_nonfinite: Mapping[str, float] = field(default_factory=dict)
+    """Last readings of the layers; a layer that two optimizers share has a row for each."""
+    layer_totals: LayerTable = field(default_factory=LayerTable)
+    """Non-finite elements since the start; the rows are those of ``layers``."""
     phase: str = "train"
     ended: str | None = None
     """None while the run goes on; else closed, exception, signal or killed."""
@@ -388,7 +392,7 @@ class Snapshot:
     @property
     def report(self) -> StepReport | None:
         """The latest report of any optimizer; None before the first step."""
-        return max(self.reports, key=lambda report: report.step, default=None)
+        return max(self.reports, key=lambda report: (report.step, report.timestamp or 0.0), default=None)
 
     @property
     def state(self) -> State | None:

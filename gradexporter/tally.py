@@ -10,7 +10,8 @@ import bisect
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import TypeVar
 
 import numpy as np
 
@@ -21,19 +22,24 @@ from gradexporter.records import (
     Identity,
     LastFinding,
     LayerTable,
+    Mask,
     Quantity,
     SelfStats,
     Snapshot,
     StepReport,
+    Values,
 )
 
 PEAK_WINDOW_SECONDS = 60.0
 """A peak covers the last 30 to 60 seconds: two buckets of half the window that take turns."""
 
-NORM_BOUNDS = tuple(10.0**exponent for exponent in range(-6, 13)) + (math.inf,)
+NORM_BOUNDS = (*(float(f"1e{exponent}") for exponent in range(-6, 13)), math.inf)
 """Upper bounds of the histogram of gradient norms, one a decade."""
 
-_SAMPLED = (
+MOST_CHECKPOINTS = 1000
+"""Checkpoints that are remembered, the newest."""
+
+SAMPLED = (
     "activation_max_abs",
     "momentum_max_abs",
     "second_moment_max_abs",
@@ -43,6 +49,25 @@ _SAMPLED = (
 )
 """Run-level statistics that a step may leave out; the last reading stands until the next."""
 
+SAMPLED_COLUMNS = (*SAMPLED, "activation_rms", "activation_zero_ratio")
+"""The same for layers."""
+
+COUNTED_COLUMNS = ("gradient_nonfinite", "activation_nonfinite")
+"""Counts of one step that are added up for each layer."""
+
+_MAGNITUDES = {
+    "input_max_abs": Quantity.INPUT,
+    "activation_max_abs": Quantity.ACTIVATION,
+    "loss": Quantity.LOSS,
+    "gradient_norm": Quantity.GRADIENT,
+    "gradient_max_abs": Quantity.GRADIENT,
+    "parameter_norm": Quantity.PARAMETER,
+    "parameter_max_abs": Quantity.PARAMETER,
+    "momentum_max_abs": Quantity.OPTIMIZER_STATE,
+    "second_moment_max_abs": Quantity.OPTIMIZER_STATE,
+}
+"""A magnitude that is not finite makes a step non-finite, whether or not its elements were counted."""
+
 
 class Tally:
     """Adds up the reports of one run; used by one thread."""
@@ -50,7 +75,7 @@ class Tally:
     def __init__(self, identity: Identity, clock: Callable[[], float]) -> None:
         """``clock`` gives Unix seconds."""
         self._clock = clock
-        self._tables: dict[int, LayerTable] = {}
+        self._layers: dict[int, _Layers] = {}
         self._norm_peak = Peak()
         self._ratio_peak = Peak()
         self._norm_counts = [0] * len(NORM_BOUNDS)
@@ -68,47 +93,40 @@ class Tally:
         """Everything up to the last call, as one immutable record."""
         return self._snapshot
 
+    def begin(self, itself: SelfStats) -> Snapshot:
+        """The snapshot before the first step."""
+        self._snapshot = dataclasses.replace(self._snapshot, itself=itself)
+        return self._snapshot
+
     def add(self, report: StepReport, itself: SelfStats) -> Snapshot:
         """The snapshot after one more judged step."""
         before = self._snapshot
         now = self._clock()
-        earlier = {earlier.optimizer: earlier for earlier in before.reports}
-        report = _carried(report, earlier.get(report.optimizer))
-        self._tables[report.optimizer] = _carried_layers(report.layers, self._tables.get(report.optimizer))
-        earlier[report.optimizer] = report
+        reports = _replaced(before.reports, report)
+        layers = self._layers.setdefault(report.optimizer, _Layers())
+        layers.add(report.layers)
+        self._observe(report.gradient_norm)
         applied = report.applied is not False
-        norm, ratio = report.gradient_norm, report.gradient_spike_ratio
-        if norm is not None and math.isfinite(norm):
-            self._norm_counts[bisect.bisect_left(NORM_BOUNDS, norm)] += 1
-            self._norm_sum += norm
         clipped = applied and report.clip_factor is not None and report.clip_factor < 1
         self._snapshot = dataclasses.replace(
             before,
-            reports=tuple(earlier[index] for index in sorted(earlier)),
-            layers=_joined([self._tables[index] for index in sorted(self._tables)]),
-            layer_gradient_nonfinite=_accumulated(before.layer_gradient_nonfinite, report.layers, "gradient_nonfinite"),
-            layer_activation_nonfinite=_accumulated(
-                before.layer_activation_nonfinite, report.layers, "activation_nonfinite"
-            ),
+            reports=reports,
+            readings=_replaced(before.readings, _carried(report, before.readings)),
+            layers=_joined([self._layers[index].readings for index in sorted(self._layers)]),
+            layer_totals=_joined([self._layers[index].totals for index in sorted(self._layers)]),
             steps_applied=before.steps_applied + applied,
             steps_skipped=before.steps_skipped + (not applied),
             step_seconds=before.step_seconds + (report.step_seconds or 0.0),
             clipped_steps=before.clipped_steps + clipped,
-            findings=_counted(before, report),
-            last_findings={
-                **before.last_findings,
-                **{
-                    finding.kind: LastFinding(step=report.step, timestamp=report.timestamp or now)
-                    for finding in report.findings
-                },
-            },
-            nonfinite_steps=_counted_nonfinite(before, report),
-            gradient_norm_peak=self._norm_peak.add(norm, now),
-            gradient_spike_ratio_peak=self._ratio_peak.add(ratio, now),
+            findings=_counted(before.findings, {finding.kind for finding in report.findings}),
+            last_findings=_last_findings(before, report, now),
+            nonfinite_steps=_counted(before.nonfinite_steps, _nonfinite(report)),
+            gradient_norm_peak=self._norm_peak.add(report.gradient_norm, now),
+            gradient_spike_ratio_peak=self._ratio_peak.add(report.gradient_spike_ratio, now),
             gradient_norms=Histogram(
                 bounds=NORM_BOUNDS, counts=tuple(itertools.accumulate(self._norm_counts)), sum=self._norm_sum
             ),
-            last_clean_checkpoint_step=self._clean(report.last_healthy_step),
+            last_clean_checkpoint_step=self._clean(reports),
             itself=itself,
         )
         return self._snapshot
@@ -120,13 +138,13 @@ class Tally:
 
     def checkpoint(self, step: int) -> Snapshot:
         """The snapshot after a checkpoint of ``step`` was written."""
-        self._checkpoints = [*self._checkpoints[-999:], step]
-        latest = self._snapshot.report
+        bisect.insort(self._checkpoints, step)
+        del self._checkpoints[:-MOST_CHECKPOINTS]
         self._snapshot = dataclasses.replace(
             self._snapshot,
             last_checkpoint_step=step,
             last_checkpoint_timestamp=self._clock(),
-            last_clean_checkpoint_step=self._clean(latest.last_healthy_step if latest else None),
+            last_clean_checkpoint_step=self._clean(self._snapshot.reports),
         )
         return self._snapshot
 
@@ -135,10 +153,19 @@ class Tally:
         self._snapshot = dataclasses.replace(self._snapshot, ended=reason, itself=itself)
         return self._snapshot
 
-    def _clean(self, last_healthy_step: int | None) -> int | None:
-        if last_healthy_step is None:
+    def _observe(self, norm: float | None) -> None:
+        if norm is not None and math.isfinite(norm):
+            self._norm_counts[bisect.bisect_left(NORM_BOUNDS, norm)] += 1
+            self._norm_sum += norm
+
+    def _clean(self, reports: Iterable[StepReport]) -> int | None:
+        """The newest checkpoint of a step that every optimizer holds healthy."""
+        healthy = [report.last_healthy_step for report in reports]
+        known = [step for step in healthy if step is not None]
+        if not known or len(known) < len(healthy):
             return None
-        return max((step for step in self._checkpoints if step <= last_healthy_step), default=None)
+        position = bisect.bisect_right(self._checkpoints, min(known))
+        return self._checkpoints[position - 1] if position else None
 
 
 class Peak:
@@ -162,62 +189,102 @@ class Peak:
         return max((peak for peak in (self._now, self._before) if peak is not None), default=None)
 
 
-def _carried(report: StepReport, before: StepReport | None) -> StepReport:
-    if before is None:
-        return report
-    missing = {name: getattr(before, name) for name in _SAMPLED if getattr(report, name) is None}
-    return dataclasses.replace(report, **missing) if missing else report
+class _Layers:
+    """Layers of one optimizer: last readings, and totals of what each step counts."""
+
+    def __init__(self) -> None:
+        self.readings = LayerTable()
+        self.totals = LayerTable()
+
+    def add(self, table: LayerTable) -> None:
+        """Takes in the layers of one step; a step without any leaves names and totals as they are."""
+        names = table.names or self.readings.names
+        carried: dict[str, tuple[Values, Mask]] = {}
+        if names == self.readings.names:
+            columns = self.readings.columns
+            carried = {column: columns[column] for column in SAMPLED_COLUMNS if column in columns}
+        self.readings = LayerTable(names, {**carried, **table.columns})
+        if names != self.totals.names:
+            self.totals = _realigned(self.totals, names)
+        totals = dict(self.totals.columns)
+        for column in COUNTED_COLUMNS:
+            pair = table.column(column)
+            if pair is not None:
+                totals[column] = _added(totals.get(column), pair)
+        self.totals = LayerTable(names, totals)
 
 
-def _carried_layers(table: LayerTable, before: LayerTable | None) -> LayerTable:
-    if before is None or before.names != table.names:
-        return table
-    return LayerTable(table.names, {**before.columns, **table.columns})
+def _added(total: tuple[Values, Mask] | None, pair: tuple[Values, Mask]) -> tuple[Values, Mask]:
+    values, observed = pair
+    counts = np.where(observed & (values > 0), values, 0.0)
+    if total is None:
+        return counts, observed
+    return total[0] + counts, total[1] | observed
+
+
+def _realigned(totals: LayerTable, names: tuple[str, ...]) -> LayerTable:
+    """These totals for other layers; a layer that was not there before has none."""
+    position = {name: index for index, name in enumerate(totals.names)}
+    source = np.array([position.get(name, -1) for name in names], dtype=int)
+    columns = {
+        column: (np.where(source >= 0, values[source], 0.0), (source >= 0) & observed[source])
+        for column, (values, observed) in totals.columns.items()
+    }
+    return LayerTable(names, columns)
 
 
 def _joined(tables: list[LayerTable]) -> LayerTable:
     if len(tables) == 1:
         return tables[0]
-    names = tuple(name for table in tables for name in table.names)
-    columns = {}
-    for column in dict.fromkeys(column for table in tables for column in table.columns):
-        parts = [
-            table.columns.get(column, (np.full(len(table), np.nan), np.zeros(len(table), dtype=bool)))
-            for table in tables
-        ]
+    names = tuple(itertools.chain.from_iterable(table.names for table in tables))
+    columns: dict[str, tuple[Values, Mask]] = {}
+    for column in dict.fromkeys(itertools.chain.from_iterable(table.columns for table in tables)):
+        parts = [table.columns.get(column) or _unobserved(len(table)) for table in tables]
         columns[column] = (np.concatenate([part[0] for part in parts]), np.concatenate([part[1] for part in parts]))
     return LayerTable(names, columns)
 
 
-def _accumulated(before: Mapping[str, float], table: LayerTable, column: str) -> Mapping[str, float]:
-    pair = table.column(column)
-    if pair is None:
-        return before
-    values, observed = pair
-    fresh = {name: 0.0 for name in itertools.compress(table.names, observed) if name not in before}
-    hit = np.flatnonzero(observed & (values > 0))
-    if not fresh and not len(hit):
-        return before
-    summed = {**before, **fresh}
-    for index in hit:
-        summed[table.names[index]] += float(values[index])
-    return summed
+def _unobserved(size: int) -> tuple[Values, Mask]:
+    return np.full(size, np.nan), np.zeros(size, dtype=bool)
 
 
-def _counted(before: Snapshot, report: StepReport) -> dict[FindingKind, int]:
-    counts = dict(before.findings)
-    for kind in {finding.kind for finding in report.findings}:
-        counts[kind] = counts.get(kind, 0) + 1
-    return counts
+def _replaced(reports: tuple[StepReport, ...], report: StepReport) -> tuple[StepReport, ...]:
+    others = [other for other in reports if other.optimizer != report.optimizer]
+    return tuple(sorted([*others, report], key=lambda one: one.optimizer)) if others else (report,)
 
 
-def _counted_nonfinite(before: Snapshot, report: StepReport) -> dict[Quantity, int]:
-    odd = {Quantity(word) for word, count in report.nonfinite.items() if count}
-    if report.loss is not None and not math.isfinite(report.loss):
-        odd.add(Quantity.LOSS)
+def _carried(report: StepReport, readings: tuple[StepReport, ...]) -> StepReport:
+    before = next((reading for reading in readings if reading.optimizer == report.optimizer), None)
+    if before is None:
+        return report
+    missing = {name: getattr(before, name) for name in SAMPLED if getattr(report, name) is None}
+    return dataclasses.replace(report, **missing) if missing else report
+
+
+_What = TypeVar("_What", FindingKind, Quantity)
+
+
+def _counted(counts: Mapping[_What, int], happened: set[_What]) -> Mapping[_What, int]:
+    if not happened:
+        return counts
+    return {what: count + (what in happened) for what, count in counts.items()}
+
+
+def _last_findings(before: Snapshot, report: StepReport, now: float) -> Mapping[FindingKind, LastFinding]:
+    if not report.findings:
+        return before.last_findings
+    when = now if report.timestamp is None else report.timestamp
+    last = LastFinding(step=report.step, timestamp=when)
+    return {**before.last_findings, **{finding.kind: last for finding in report.findings}}
+
+
+def _nonfinite(report: StepReport) -> set[Quantity]:
+    """Quantities that are not finite in this step."""
+    odd = {quantity for quantity in NONFINITE_QUANTITIES if report.nonfinite.get(quantity.value)}
+    for name, quantity in _MAGNITUDES.items():
+        value = getattr(report, name)
+        if value is not None and not math.isfinite(value):
+            odd.add(quantity)
     if report.applied is False:
         odd.discard(Quantity.GRADIENT)  # how a loss scaler finds its scale, not an error
-    counts = dict(before.nonfinite_steps)
-    for quantity in odd & counts.keys():
-        counts[quantity] += 1
-    return counts
+    return odd

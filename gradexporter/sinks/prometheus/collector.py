@@ -92,7 +92,7 @@ class PrometheusCollector(Collector):
         """Every family without samples, so that a registry knows the names."""
         for spec in CATALOG:
             if spec.section in self._sections:
-                yield Metric(base_name(spec), spec.help, spec.kind.value, spec.unit.value[0])
+                yield Metric(spec.base_name, spec.help, spec.kind.value, spec.unit.value[0])
 
     def collect(self) -> Iterator[Metric]:
         """Every family with the readings of the latest snapshot."""
@@ -110,7 +110,7 @@ def _filled(family: Family, who: tuple[str, str]) -> Metric:
         histogram.add_metric(who, list(buckets), family.histogram.sum)
         return histogram
     kind = CounterMetricFamily if spec.kind is Kind.COUNTER else GaugeMetricFamily
-    metric = kind(base_name(spec), spec.help, labels=family.labels, unit=spec.unit.value[0])
+    metric = kind(spec.base_name, spec.help, labels=family.labels, unit=spec.unit.value[0])
     for values, reading in family.samples:
         metric.add_metric((*who, *values), float(reading))
     return metric
@@ -122,8 +122,3 @@ def bound_text(bound: float) -> str:
         return "+Inf"
     text = f"{bound:g}"
     return text if "." in text or "e" in text else text + ".0"
-
-
-def base_name(spec: MetricSpec) -> str:
-    """Name of the family as OpenMetrics has it: a counter's without ``_total``."""
-    return spec.name.removesuffix("_total") if spec.kind is Kind.COUNTER else spec.name

@@ -13,7 +13,7 @@ from enum import Enum
 
 from gradexporter.metrics import MetricSpec, Unit
 from gradexporter.records import Identity
-from gradexporter.sinks.prometheus.collector import Family, base_name, bound_text
+from gradexporter.sinks.prometheus.collector import Family, bound_text
 
 
 class Format(Enum):
@@ -115,7 +115,7 @@ def _heading_of(spec: MetricSpec, format: Format) -> str:
     help = spec.help.replace("\\", r"\\").replace("\n", r"\n")
     if format is Format.TEXT:
         return f"# HELP {spec.name} {help}\n# TYPE {spec.name} {spec.kind.value}"
-    name = base_name(spec)
+    name = spec.base_name
     help = help.replace('"', r"\"")
     unit = "" if spec.unit is Unit.NONE else f"\n# UNIT {name} {spec.unit.value[0]}"
     return f"# HELP {name} {help}\n# TYPE {name} {spec.kind.value}{unit}"
