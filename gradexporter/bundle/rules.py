@@ -128,15 +128,16 @@ def _cascade(config: AlertConfig) -> Alert:
 def _died(config: AlertConfig) -> Alert:
     ended_badly = series(metrics.RUN_ENDED, reason=("exception", "signal", "killed"))
     alive = f"{series(metrics.HEALTH_STATE)} unless ignoring (attempt, reason) {ended_badly} == 1"
-    closed = series(metrics.RUN_ENDED, window=config.lookback_seconds, reason="closed")
+    last_state = f"last_over_time({series(metrics.HEALTH_STATE, window=config.lookback_seconds)})"
+    closed = f"last_over_time({series(metrics.RUN_ENDED, window=config.lookback_seconds, reason='closed')}) == 1"
     return Alert(
         name="GradexporterDiedWhileUnhealthy",
         severity=Severity.CRITICAL,
-        left=f"max by ({ATTEMPT}) (last_over_time({series(metrics.HEALTH_STATE, window=config.lookback_seconds)}))",
+        left=f"max by ({ATTEMPT}) ({last_state})",
         right=f">= {State.SPIKE.code}",
         conditions=(
             f"unless on ({ATTEMPT}) ({alive})",
-            f"unless on ({RUN}) max_over_time({closed}) == 1",
+            f"unless on ({ATTEMPT}) ({last_state} and ignoring (attempt, reason) {closed})",
             _unless_paging_is_off(config),
         ),
         for_seconds=config.died_for_seconds,
@@ -325,13 +326,13 @@ def _last_step() -> str:
 
 
 def _routing_label(config: AlertConfig, label: str) -> str:
-    """The label's value on the run's run_info.
+    """The label's value on the run's run_info, the commonest if its ranks disagree.
 
     A query in the label, not a join in the expression: a join would lose the alert where run_info is
     missing, and fail the rule of every run where two ranks of one disagree.
     """
     info = f'{metrics.RUN_INFO.name}{{namespace=%q, run_id=%q, attempt=%q, {label}!=""}}'
-    query = f"topk(1, max_over_time({info}[{duration(config.lookback_seconds)}]))"
+    query = f"topk(1, count by ({label}) (max_over_time({info}[{duration(config.lookback_seconds)}])))"
     return _with(query, f'{{{{ label "{label}" . }}}}')
 
 
