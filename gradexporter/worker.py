@@ -157,7 +157,7 @@ class Worker:
                     "gradexporter: step %d: %s%s%s; last healthy step %s",
                     report.step,
                     finding.kind,
-                    f" in layer {finding.layer}" if finding.layer else "",
+                    _place(finding.layer),
                     f", {finding.ratio:.3g} times its baseline" if finding.ratio is not None else "",
                     report.last_healthy_step,
                 )
@@ -174,3 +174,9 @@ class Worker:
             failures=self._fence.failures,
             **facts,
         )
+
+
+def _place(layer: str | None) -> str:
+    if layer is None:
+        return ""
+    return f" in the {layer}" if layer in ("loss", "input") else f" in layer {layer}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -68,31 +69,38 @@ class LayerOutput(_Point):
             self.capture.layer_output(self.layer, output)
 
 
-class Accumulated(_Point):
+class Accumulated:
     """After autograd added to the gradient of a parameter; asks once a backward to be called at its end.
 
     The engine runs queued callbacks in order, and data parallel wrappers queue theirs during backward: a
     callback that queues a second one runs after them, when gradients are reduced.
     """
 
-    __slots__ = ("_task", "watched")
+    __slots__ = ("_capture", "_task", "_watched")
 
     def __init__(self, capture: Capture, watched: Watched) -> None:
-        super().__init__(capture)
-        self.watched = watched
+        # Weak: the autograd engine holds this hook where the garbage collector cannot see it, and a strong
+        # reference back to the model would keep its parameters for ever.
+        self._capture = weakref.ref(capture)
+        self._watched = weakref.ref(watched)
         self._task = -1
 
     def __call__(self, parameter: Tensor) -> None:
         # Keyed by the graph task: a backward that fails midway never reaches its end, and must not
         # leave a flag behind that blinds the next one.
         task = torch._C._current_graph_task_id()
-        if task != self._task:
-            self._task = task
-            self.capture.backward_began()
+        if task == self._task:
+            return
+        self._task = task
+        capture = self._capture()
+        if capture is not None:
+            capture.backward_began()
             torch.autograd.Variable._execution_engine.queue_callback(self._first)
 
     def _first(self) -> None:
         torch.autograd.Variable._execution_engine.queue_callback(self._second)
 
     def _second(self) -> None:
-        self.capture.backward_ended(self.watched)
+        capture, watched = self._capture(), self._watched()
+        if capture is not None and watched is not None:
+            capture.backward_ended(watched)

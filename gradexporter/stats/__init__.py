@@ -110,11 +110,15 @@ State = Mapping[str, Any]
 
 
 def _sgd_direction(state: State, group: State, param: Tensor) -> Tensor | None:
+    assert param.grad is not None
     gradient = plain(param.grad)
     if gradient.shape != param.shape:
         return None
-    if group.get("weight_decay"):
-        gradient = gradient + param.detach() * group["weight_decay"]
+    if group.get("maximize"):
+        gradient = -gradient
+    decay = group.get("weight_decay")
+    if decay:  # of the parameter before the update, which is p = (p' + lr g) / (1 - lr decay)
+        gradient = (gradient + param.detach() * decay) / (1 - group["lr"] * decay)
     buffer: Tensor | None = state.get("momentum_buffer")
     if not group.get("momentum") or buffer is None:
         return gradient
