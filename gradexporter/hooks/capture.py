@@ -114,7 +114,7 @@ class Capture:
             Watched(index, optimizer, self.layers, leftovers if index == 0 else frozenset())
             for index, optimizer in enumerate(optimizers)
         ]
-        self.signals = {"gradient": True, "pre_clip": True, "activation": True, "update_ratio": True, "loss": True}
+        self.signals = {"gradient": True, "pre_clip": True, "activation": True, "update_ratio": True, "loss": False}
         self.monitor: object = None
         """Whoever must live as long as the hooks do."""
         self._model = model
@@ -128,6 +128,8 @@ class Capture:
         self._closed: Pending | None = None
         self._closed_before: float | None = None
         self._losses: list[Number] = []
+        self._loss_comes_first = False
+        self._backward_seen = False
         self._ranges: dict[str, list[stats.Block]] = {"input": [], "target": []}
         self._sources: dict[str, bool] = {"input": False, "target": False}
         self._depth = 0
@@ -241,6 +243,7 @@ class Capture:
     def backward_began(self) -> None:
         """The first gradient of a backward was accumulated."""
         self.seal()
+        self._backward_seen = True
 
     @fenced
     def backward_ended(self, watched: Watched) -> None:
@@ -332,6 +335,7 @@ class Capture:
         )
         watched.block, watched.scale, watched.clip, watched.found_inf = None, None, None, None
         self._losses = []
+        self._backward_seen = False
         self._next += 1
         self._closed_before = now
         self._full_activations = self._cadence.full("activation", self._next)
@@ -388,7 +392,14 @@ class Capture:
         """Adds a loss and the ranges of a batch to the step being built, or to the one just closed."""
         with self._lock:
             if loss is not None:
+                # Where the forward is not seen (compiled before us), a loop that observes before its backward
+                # must not give this loss to the step before.
+                if self._closed is None:
+                    self._loss_comes_first = not self._backward_seen
+                elif self._loss_comes_first:
+                    self.seal()
                 (self._losses if self._closed is None else self._closed.losses).append(loss)
+                self.signals["loss"] = True
             for name, batch in (("input", inputs), ("target", targets)):
                 if batch is not None:
                     self._sources[name] = True
