@@ -299,9 +299,11 @@ class Monitor:
             parts.worker.stop(CLOSE_SECONDS)
         with parts.fence.guarding("close"):
             if parts.endpoint is not None:
-                if hold > 0:
-                    threading.Event().wait(hold)
-                parts.endpoint.close()
+                try:
+                    if hold > 0:
+                        threading.Event().wait(hold)
+                finally:  # Ctrl-C ends the hold, and the port with it
+                    parts.endpoint.close()
         parts.capture.monitor = None
 
     def __enter__(self) -> Monitor:
@@ -311,7 +313,8 @@ class Monitor:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         hold = self._parts.config.hold_seconds if self._parts else 0.0
-        self._end("closed" if kind is None else "exception", hold)
+        reason = "closed" if kind is None else "signal" if issubclass(kind, KeyboardInterrupt) else "exception"
+        self._end(reason, hold)
 
 
 def _release(worker: Worker, endpoint: Endpoint | None) -> None:
