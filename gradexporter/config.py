@@ -68,8 +68,75 @@ class JudgeConfig:
     overflow_rise_decades: float = 0.2
     """Decades above its own baseline that a value so near must be, unless it is within a factor of two: a model
     whose activations were always large is no news."""
+    runaway_parameter_decades: float = 1.5
+    """Decades above its baseline at which a largest parameter that keeps growing is a cascade by itself: a
+    saturated gradient shows no spike."""
+    runaway_steps: int = 16
+    """Steps that the largest parameter must have grown without pause for that."""
+    growth_decades: float = 0.3
+    """Decades above its baseline of the smoothed gradient norm at which, twice running and with a loss that
+    rises as well, it is growing."""
+    growth_warning_decades: float = 0.477
+    """Decades at which growth is a warning and no longer a note: three times the baseline."""
+    growth_loss_decades: float = 0.04
+    """Decades that the smoothed loss must be up besides (a tenth): norms rise in healthy runs too."""
+    growth_tau_steps: float = 8.0
+    """Memory of that smoothing in steps; far below ``tau_steps``, so that the two can be held against each other."""
+    activation_growth_decades: float = 1.0
+    """Decades above its baseline of the largest activation that, on two readings running, are growth."""
+    jump_decades: float = 1.0
+    """Decades above its baseline at which momentum, second moment or update may have jumped ..."""
+    jump_rise_decades: float = 0.5
+    """... if it also rose by this much since the reading before; a slow rise is growth."""
+    loss_spike_decades: float = 1.0
+    """Decades above its baseline at which one loss is a spike."""
+    loss_rise_decades: float = 0.5
+    """Decades above its baseline that are a spike if the loss stays there."""
+    loss_rise_steps: int = 5
+    """Steps running that it must stay there."""
+    input_decades: float = 0.5
+    """Decades above their usual range at which inputs or targets are out of range: three times."""
+    learning_rate_jump_decades: float = 0.477
+    """Decades up or down from one step to the next at which a learning rate jumped: three times."""
+    skips_in_a_row: int = 8
+    """Skipped updates without one applied between them that are a collapse of the loss scale."""
+    skips_at_start: int = 24
+    """The same before the first applied update, while the scaler looks for its scale: from 2**24 down to 1."""
+    scale_fall_decades: float = 2.4
+    """Decades that a loss scale must fall below its usual for a collapse, 256 times, whatever comes between."""
+    stalled_steps: int = 20
+    """Steps over which updates must change nothing to count as stalled."""
+    stalled_update_ratio: float = 1e-9
+    """Share of the weights' norm below which an update changes nothing in single precision."""
+    stalled_rate_share: float = 0.01
+    """Share of the largest learning rate so far below which small updates are the schedule's doing."""
+    dead_steps: int = 10
+    """Steps running with a gradient of exactly zero after which a layer is dead."""
+    vanishing_decades: float = 4.0
+    """Decades of the first layer's gradient norm below the largest layer's at which it vanishes; healthy models
+    keep within three."""
+    vanishing_blind_decades: float = 6.0
+    """The same where no loss tells whether there is progress."""
+    vanishing_steps: int = 20
+    """Steps running for that; few, since it shows from the first step on."""
+    no_progress_share: float = 0.75
+    """Share of the first losses above which there is no progress."""
+    oscillation_steps: int = 64
+    """Steps that a loss must swing without falling; shorter swings end by themselves."""
+    oscillation_update_ratio: float = 0.01
+    """Smoothed share of the weights' norm above which updates are large; healthy runs stay below 0.008."""
+    oscillation_loss_share: float = 0.5
+    """Share of the first losses above which the loss does not fall."""
+    oscillation_swing_decades: float = 0.05
+    """Smoothed decades by which the loss swings from step to step: an eighth, up or down."""
+    oscillation_tau_steps: float = 16.0
+    """Memory of the smoothing of updates in steps."""
     clean_steps: int = 16
     """Steps without anything odd after which a run is healthy again."""
+    repeat_steps: int = 100
+    """Steps after which a finding about a lasting condition is repeated."""
+    forget_steps: int = 1000
+    """Healthy steps after which a diagnosis is cleared."""
 
     def __post_init__(self) -> None:
         for setting in dataclasses.fields(self):

@@ -10,8 +10,8 @@ import dataclasses
 import numpy as np
 
 from gradexporter.config import Config, JudgeConfig
-from gradexporter.detect import Detector
-from gradexporter.records import FirstNonfinite, State, StepReport
+from gradexporter.detect import Detection, Detector, ratio
+from gradexporter.records import FirstNonfinite, LayerTable, State, StepReport
 
 
 class Judge:
@@ -21,9 +21,7 @@ class Judge:
     """
 
     def __init__(self, config: JudgeConfig | Config | None = None) -> None:
-        if isinstance(config, Config):
-            config = config.judge
-        self._config = config or JudgeConfig()
+        self._config = config.judge if isinstance(config, Config) else config or JudgeConfig()
         self._tracks: dict[int, _Track] = {}
         self._first_nonfinite: FirstNonfinite | None = None
 
@@ -43,40 +41,45 @@ class _Track:
     def __init__(self, config: JudgeConfig) -> None:
         self._config = config
         self._detector = Detector(config)
-        self._seen = 0
         self._last_odd: dict[State, int] = {}
         self._last_healthy: int | None = None
 
     def judge(self, report: StepReport, first: FirstNonfinite | None) -> StepReport:
         detection = self._detector(report)
-        self._seen += 1
+        step, number = detection.step, detection.step.number
         if detection.state is not None:
-            self._last_odd[detection.state] = self._seen
-        state = self._state(detection.warm)
+            self._last_odd[detection.state] = number
+        state = self._state(detection)
         if state is State.HEALTHY:
             self._last_healthy = report.step
-        deviation = detection.layer_deviation
-        layers = report.layers
-        if deviation is not None:
-            known = ~np.isnan(deviation)
-            if known.any():
-                layers = layers.with_column("spike_ratio", 10.0 ** np.minimum(deviation, 300.0), known)
+        if first is None and detection.state is State.NONFINITE:
+            found = detection.findings[0]
+            first = FirstNonfinite(step=report.step, layer=found.layer or "", quantity=found.quantity)
+        baselines = self._detector.baselines
         return dataclasses.replace(
             report,
-            layers=layers,
+            layers=_with_spike_ratio(report.layers, detection),
             state=state,
             findings=detection.findings,
             diagnosis=None,
             last_healthy_step=self._last_healthy,
-            first_nonfinite=first or detection.first_nonfinite,
-            gradient_norm_baseline=detection.gradient_norm_baseline,
-            gradient_spike_ratio=detection.gradient_spike_ratio,
-            overflow_headroom_decades=detection.headroom,
+            first_nonfinite=first,
+            gradient_norm_baseline=baselines.usual("gradient_norm") if baselines.is_warm("gradient_norm") else None,
+            gradient_spike_ratio=ratio(step.deviation("gradient_norm")),
+            overflow_headroom_decades=min((headroom.decades for headroom in step.headrooms), default=None),
             steps_to_overflow=detection.steps_to_overflow if state in (State.SPIKE, State.CASCADE) else None,
         )
 
-    def _state(self, warm: bool) -> State:
+    def _state(self, detection: Detection) -> State:
         for state in (State.NONFINITE, State.CASCADE, State.SPIKE):
-            if state in self._last_odd and self._seen - self._last_odd[state] < self._config.clean_steps:
+            if state in self._last_odd and detection.step.number - self._last_odd[state] < self._config.clean_steps:
                 return state
-        return State.HEALTHY if warm else State.WARMING_UP
+        return State.HEALTHY if detection.warm else State.WARMING_UP
+
+
+def _with_spike_ratio(table: LayerTable, detection: Detection) -> LayerTable:
+    deviation = detection.step.layer_deviation("gradient_norm")
+    if deviation is None:
+        return table
+    known = ~np.isnan(deviation)
+    return table.with_column("spike_ratio", 10.0**deviation, known) if known.any() else table

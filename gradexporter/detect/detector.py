@@ -1,42 +1,49 @@
-"""All rules on one step, and the counters that they keep between steps."""
+"""All rules on one step, loud ones first, and what the rest of the report needs from the baselines."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-
-import numpy as np
+from typing import Any
 
 from gradexporter.config import JudgeConfig
 from gradexporter.detect.baseline import Baselines
-from gradexporter.detect.headroom import Forecast, Headroom, headrooms
-from gradexporter.detect.nonfinite import nonfinite_quantities, producer
-from gradexporter.records import (
-    Finding,
-    FindingKind,
-    FirstNonfinite,
-    Quantity,
-    Severity,
-    State,
-    StepReport,
-    Values,
+from gradexporter.detect.causes import InputNonfinite, InputOutOfRange, LearningRateJump
+from gradexporter.detect.headroom import Forecast, headrooms
+from gradexporter.detect.progress import Progress
+from gradexporter.detect.step import NEVER, Rule, Step
+from gradexporter.detect.stuck import DeadLayer, Oscillation, ScaleCollapse, StalledUpdates, VanishingGradient
+from gradexporter.detect.surge import (
+    ActivationGrowth,
+    GradientCascade,
+    GradientGrowth,
+    GradientSpike,
+    Jump,
+    LossSpike,
+    Nonfinite,
+    OverflowImminent,
 )
+from gradexporter.records import Finding, FindingKind, Severity, State, StepReport
+
+_STATES = {
+    FindingKind.NONFINITE: State.NONFINITE,
+    FindingKind.OVERFLOW_IMMINENT: State.CASCADE,
+    FindingKind.GRADIENT_CASCADE: State.CASCADE,
+    FindingKind.GRADIENT_SPIKE: State.SPIKE,
+}
+"""Findings that move the state; a single layer's spike, which is info, does not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Detection:
     """What the rules say about one step."""
 
+    step: Step
     findings: tuple[Finding, ...]
     state: State | None
-    """The worst state that a finding of this step calls for; None in a clean step."""
+    """The worst state that a finding of this step calls for; None for a step without one."""
     warm: bool
-    first_nonfinite: FirstNonfinite | None
-    gradient_norm_baseline: float | None
-    gradient_spike_ratio: float | None
-    headroom: float | None
+    """The gradient norm has a baseline, or was never observed and the warm-up is over all the same."""
     steps_to_overflow: float | None
-    layer_deviation: Values | None
 
 
 class Detector:
@@ -45,142 +52,82 @@ class Detector:
     def __init__(self, config: JudgeConfig) -> None:
         self._config = config
         self.baselines = Baselines(config)
+        self.progress = Progress()
+        self.number = 0
+        self._last_loud = NEVER
         self._forecasts: dict[str, Forecast] = {}
-        self._seen = 0
-        self._last_spike = -math.inf
-        self._surges: list[int] = []
+        self._loud: tuple[Rule, ...] = (
+            Nonfinite(),
+            OverflowImminent(config),
+            GradientCascade(config),
+            GradientSpike(config),
+        )
+        self._scale = ScaleCollapse(config)
+        self._quiet: tuple[Rule, ...] = (
+            InputNonfinite(config),
+            InputOutOfRange(config),
+            LearningRateJump(config),
+            self._scale,
+            GradientGrowth(config),
+            ActivationGrowth(config),
+            Jump(config, FindingKind.OPTIMIZER_STATE_JUMP, "momentum_max_abs", "second_moment_max_abs"),
+            Jump(config, FindingKind.UPDATE_JUMP, "update_ratio"),
+            LossSpike(config),
+            StalledUpdates(config),
+            DeadLayer(config),
+            VanishingGradient(config),
+            Oscillation(config),
+        )
 
     def __call__(self, report: StepReport) -> Detection:
-        baselines, config = self.baselines, self._config
-        baselines.observe(report)
-        self._seen += 1
-        findings: list[Finding] = []
-        odd = nonfinite_quantities(report)
-        first = self._first_nonfinite(report, odd)
-        state = None
-        if first is not None:
-            state = State.NONFINITE
-            findings.append(
-                Finding(
-                    kind=FindingKind.NONFINITE,
-                    severity=Severity.CRITICAL,
-                    step=report.step,
-                    layer=first.layer,
-                    quantity=first.quantity,
-                )
-            )
-        nearest = headrooms(report)
-        steps = [
-            self._forecasts.setdefault(h.field, Forecast()).steps(h.value, h.decades, report.step) for h in nearest
+        """The findings of one step."""
+        self.number += 1
+        self.baselines.observe(report)
+        self.progress.observe(report.loss, report.step)
+        step = Step(
+            report=report,
+            baselines=self.baselines,
+            number=self.number,
+            headrooms=headrooms(report),
+            progress=self.progress,
+        )
+        for rule in self._loud:
+            if finding := rule(step):
+                step.findings.append(finding)
+        state = self._state(step.findings)
+        if state is not None:
+            self._last_loud = self.number
+        step.quiet = self.number - self._last_loud >= self._config.clean_steps
+        for rule in self._quiet:
+            if finding := rule(step):
+                step.findings.append(finding)
+        forecasts = [
+            self._forecasts.setdefault(headroom.series, Forecast()).steps(headroom, report.step)
+            for headroom in step.headrooms
         ]
-        if near := self._overflow(report, nearest):
-            findings.append(near)
-            state = state or State.CASCADE
-        spike = self._spike(report)
-        if cascade := self._cascade(report):
-            findings.append(cascade)
-            state = state or State.CASCADE
-        if spike:
-            findings.append(spike)
-            state = state or State.SPIKE
-        ratio = baselines.run_ratio("gradient_norm") if _finite(report.gradient_norm) else None
         return Detection(
-            findings=tuple(findings),
+            step=step,
+            findings=tuple(step.findings),
             state=state,
-            warm=baselines.is_warm("gradient_norm")
-            or (report.gradient_norm is None and self._seen > config.warmup_steps),
-            first_nonfinite=first,
-            gradient_norm_baseline=baselines.run_usual("gradient_norm") if baselines.is_warm("gradient_norm") else None,
-            gradient_spike_ratio=ratio,
-            headroom=min((h.decades for h in nearest), default=None),
-            steps_to_overflow=min(steps, default=None),
-            layer_deviation=self._layer_deviation(report),
+            warm=self._is_warm(),
+            steps_to_overflow=min(forecasts, default=None),
         )
 
-    def _layer_deviation(self, report: StepReport) -> Values | None:
-        column = report.layers.column("gradient_norm")
-        if column is None:
-            return None
-        deviation = self.baselines.layer_deviation("gradient_norm")
-        return np.where(column[1] & np.isfinite(column[0]), deviation, np.nan)
+    @staticmethod
+    def _state(findings: list[Finding]) -> State | None:
+        states = [_STATES[finding.kind] for finding in findings if finding.severity is not Severity.INFO]
+        return max(states, key=lambda state: state.code, default=None)
 
-    def _first_nonfinite(self, report: StepReport, odd: tuple[Quantity, ...]) -> FirstNonfinite | None:
-        fatal = [q for q in odd if q is not Quantity.INPUT]
-        if not fatal:
-            return None
-        quantity = odd[0]
-        fallback = quantity.value if quantity in (Quantity.INPUT, Quantity.LOSS) else "unknown"
-        return FirstNonfinite(step=report.step, layer=producer(report, quantity) or fallback, quantity=quantity)
+    def _is_warm(self) -> bool:
+        if self.baselines.is_known("gradient_norm"):
+            return self.baselines.is_warm("gradient_norm")
+        return self.number > self._config.warmup_steps
 
-    def _culprit(self, report: StepReport) -> str | None:
-        deviation = self._layer_deviation(report)
-        if deviation is None or np.isnan(deviation).all():
-            return None
-        return report.layers.names[int(np.nanargmax(deviation))]
+    def state_dict(self) -> dict[str, Any]:
+        """Plain Python: baselines and what the run started from; counters of the last few steps are left out."""
+        return {"baselines": self.baselines.state_dict(), "progress": self.progress.state_dict()}
 
-    def _spike(self, report: StepReport) -> Finding | None:
-        deviation = self.baselines.run_deviation("gradient_norm")
-        if not _finite(report.gradient_norm) or deviation is None or deviation <= self._config.spike_decades:
-            return None
-        self._last_spike = self._seen
-        return Finding(
-            kind=FindingKind.GRADIENT_SPIKE,
-            severity=Severity.WARNING,
-            step=report.step,
-            layer=self._culprit(report),
-            quantity=Quantity.GRADIENT,
-            value=report.gradient_norm,
-            baseline=self.baselines.run_usual("gradient_norm"),
-            ratio=self.baselines.run_ratio("gradient_norm"),
-        )
-
-    def _cascade(self, report: StepReport) -> Finding | None:
-        config = self._config
-        gradient = self.baselines.run_deviation("gradient_norm")
-        observed = _finite(report.gradient_norm) and gradient is not None
-        self._surges.append(int(observed and gradient > config.cascade_gradient_decades))
-        self._surges = self._surges[-3:]
-        if self._seen - self._last_spike >= config.cascade_within_steps:
-            return None
-        if self.baselines.is_seen("parameter_max_abs"):
-            parameter = self.baselines.run_deviation("parameter_max_abs")
-            holds = parameter is not None and parameter > config.cascade_parameter_decades
-        else:
-            holds = sum(self._surges) >= 2
-        if not holds:
-            return None
-        return Finding(
-            kind=FindingKind.GRADIENT_CASCADE,
-            severity=Severity.CRITICAL,
-            step=report.step,
-            layer=self._culprit(report),
-            quantity=Quantity.GRADIENT,
-            value=report.gradient_norm,
-            baseline=self.baselines.run_usual("gradient_norm"),
-            ratio=self.baselines.run_ratio("gradient_norm"),
-        )
-
-    def _overflow(self, report: StepReport, nearest: list[Headroom]) -> Finding | None:
-        config = self._config
-        near = [h for h in nearest if h.decades < config.overflow_decades and self._rising(h)]
-        if not near:
-            return None
-        worst = min(near, key=lambda h: h.decades)
-        return Finding(
-            kind=FindingKind.OVERFLOW_IMMINENT,
-            severity=Severity.CRITICAL,
-            step=report.step,
-            layer=worst.layer,
-            quantity=worst.quantity,
-            value=worst.value,
-        )
-
-    def _rising(self, headroom: Headroom) -> bool:
-        if headroom.decades <= math.log10(2) or headroom.field not in self.baselines.run_names:
-            return True
-        deviation = self.baselines.run_deviation(headroom.field)
-        return deviation is None or deviation > self._config.overflow_rise_decades
-
-
-def _finite(value: float | None) -> bool:
-    return value is not None and math.isfinite(value)
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues a saved run."""
+        self.baselines.load_state_dict(state["baselines"])
+        self.progress.load_state_dict(state["progress"])

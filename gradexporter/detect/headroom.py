@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TypeGuard
 
 import numpy as np
 
@@ -12,7 +13,7 @@ from gradexporter.records import FLOAT32_MAX, Quantity, StepReport
 STEPS_CAP = 1e6
 """Steps to overflow of a value that does not grow."""
 
-_WIDE_FIELDS = {
+_WIDE = {
     "gradient_max_abs": Quantity.GRADIENT,
     "momentum_max_abs": Quantity.OPTIMIZER_STATE,
     "second_moment_max_abs": Quantity.OPTIMIZER_STATE,
@@ -23,93 +24,77 @@ _WIDE_FIELDS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Headroom:
-    """The value of a step that is nearest to the largest finite one of its dtype."""
+    """How near one quantity of a step is to the largest finite value of its dtype."""
 
     quantity: Quantity
-    field: str
+    series: str
     value: float
     decades: float
-    layer: str | None = None
+    layer: str | None
 
 
 def headrooms(report: StepReport) -> list[Headroom]:
-    """One a quantity that the step observed with a finite value above zero."""
-    found = [
-        Headroom(quantity=quantity, field=name, value=value, decades=_decades(value, FLOAT32_MAX))
-        for name, quantity in _WIDE_FIELDS.items()
-        if is_size(value := getattr(report, name))
-    ]
-    activation = _activation(report)
-    return [*found, activation] if activation else found
+    """One a quantity that has a finite value above zero in this step."""
+    found = []
+    for series, quantity in _WIDE.items():
+        value = getattr(report, series)
+        if is_size(value):
+            decades = math.log10(FLOAT32_MAX) - math.log10(value)
+            found.append(Headroom(quantity=quantity, series=series, value=value, decades=decades, layer=None))
+    return found + _activation(report)
 
 
-def _activation(report: StepReport) -> Headroom | None:
-    value = report.activation_max_abs
-    run = None
+def _activation(report: StepReport) -> list[Headroom]:
+    """Of the run's largest activation or of the layer whose own dtype is nearer, if one says so."""
+    value, layer, decades = report.activation_max_abs, None, math.inf
     if is_size(value) and is_size(report.dtype_max):
-        run = Headroom(
-            quantity=Quantity.ACTIVATION,
-            field="activation_max_abs",
-            value=value,
-            decades=_decades(value, report.dtype_max),
-        )
+        decades = math.log10(report.dtype_max) - math.log10(value)
     activations, limits = report.layers.column("activation_max_abs"), report.layers.column("dtype_max")
-    if activations is None or limits is None:
-        return run
-    with np.errstate(invalid="ignore"):
-        known = activations[1] & limits[1] & (activations[0] > 0) & np.isfinite(activations[0]) & (limits[0] > 0)
-    if not known.any():
-        return run
-    decades = np.full(len(known), np.inf)
-    decades[known] = np.log10(limits[0][known]) - np.log10(activations[0][known])
-    index = int(decades.argmin())
-    if run is not None and run.decades <= decades[index]:
-        return run
-    return Headroom(
-        quantity=Quantity.ACTIVATION,
-        field="activation_max_abs",
-        value=float(activations[0][index]),
-        decades=float(decades[index]),
-        layer=report.layers.names[index],
-    )
+    if activations is not None and limits is not None:
+        usable = activations[1] & limits[1] & (activations[0] > 0) & np.isfinite(activations[0]) & (limits[0] > 0)
+        share = np.where(usable, activations[0], 1.0) / np.where(usable, limits[0], np.inf)
+        index = int(share.argmax())
+        if share[index] > 0 and -math.log10(share[index]) < decades:
+            value, layer, decades = float(activations[0][index]), report.layers.names[index], -math.log10(share[index])
+    if value is None or not math.isfinite(decades):
+        return []
+    return [
+        Headroom(quantity=Quantity.ACTIVATION, series="activation_max_abs", value=value, decades=decades, layer=layer)
+    ]
 
 
-def is_size(value: float | None) -> bool:
+def is_size(value: float | None) -> TypeGuard[float]:
     """Whether a reading is finite and above zero, so that it has a logarithm."""
     return value is not None and 0 < value < math.inf
-
-
-def _decades(value: float, limit: float) -> float:
-    return math.log10(limit) - math.log10(value)
 
 
 class Forecast:
     """Steps until a value overflows if its growth, in decades a step, keeps accelerating.
 
-    Right within one step for the last four steps of a recorded cascade, an order of magnitude before.
+    Right within one step for the last four steps of a recorded cascade, an order of magnitude earlier.
     """
 
-    __slots__ = ("growth", "last", "step")
+    __slots__ = ("_growth", "_last", "_step")
 
     def __init__(self) -> None:
-        self.last: float | None = None
-        self.growth = 0.0
-        self.step = 0
+        self._last: float | None = None
+        self._growth = 0.0
+        self._step = 0
 
-    def steps(self, value: float, decades: float, step: int) -> float:
+    def steps(self, headroom: Headroom, step: int) -> float:
         """The estimate after one more reading, at most STEPS_CAP."""
-        u = math.log10(value)
-        if self.last is None:
-            self.last, self.step = u, step
+        u = math.log10(headroom.value)
+        if self._last is None:
+            self._last, self._step = u, step
             return STEPS_CAP
-        growth = (u - self.last) / max(step - self.step, 1)
-        ratio = min(max(growth / self.growth, 1.0), 4.0) if growth > 0 and self.growth > 0 else 1.0
-        self.last, self.growth, self.step = u, growth, step
-        if decades <= 0:
+        growth = (u - self._last) / max(step - self._step, 1)
+        ratio = min(max(growth / self._growth, 1.0), 4.0) if growth > 0 and self._growth > 0 else 1.0
+        self._last, self._growth, self._step = u, growth, step
+        if headroom.decades <= 0:
             return 0.0
-        if growth <= 0:
+        coming = growth * ratio
+        if coming <= headroom.decades / STEPS_CAP:
             return STEPS_CAP
-        first = growth * ratio
-        if ratio - 1 < 1e-6:
-            return min(decades / first, STEPS_CAP)
-        return min(math.log1p(decades * (ratio - 1) / first) / math.log(ratio), STEPS_CAP)
+        if ratio < 1.000001:
+            return headroom.decades / coming
+        return math.log1p(headroom.decades * (ratio - 1) / coming) / math.log(ratio)

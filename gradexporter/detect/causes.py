@@ -1,0 +1,56 @@
+"""What may have caused trouble: a batch that is not finite or out of range, a learning rate that jumped."""
+
+from __future__ import annotations
+
+import math
+
+from gradexporter.config import JudgeConfig
+from gradexporter.detect.nonfinite import nonfinite_quantities
+from gradexporter.detect.step import Episode, Step
+from gradexporter.records import Finding, FindingKind, Quantity
+
+
+class InputNonfinite:
+    """NaN or Inf in what the model is fed, whether or not the model masks it."""
+
+    def __init__(self, config: JudgeConfig) -> None:
+        self._episode = Episode(config)
+
+    def __call__(self, step: Step) -> Finding | None:
+        holds = Quantity.INPUT in nonfinite_quantities(step.report)
+        if not self._episode.reports(holds, step.number):
+            return None
+        count = step.report.nonfinite.get(Quantity.INPUT.value)
+        return step.finding(FindingKind.INPUT_NONFINITE, Quantity.INPUT, value=count)
+
+
+class InputOutOfRange:
+    """A batch whose inputs or targets are above three times their usual range."""
+
+    def __init__(self, config: JudgeConfig) -> None:
+        self._config = config
+
+    def __call__(self, step: Step) -> Finding | None:
+        odd = [
+            name for name in ("input_max_abs", "target_max_abs") if step.deviation(name) > self._config.input_decades
+        ]
+        if not odd:
+            return None
+        return step.found(FindingKind.INPUT_OUT_OF_RANGE, max(odd, key=step.deviation))
+
+
+class LearningRateJump:
+    """A learning rate three times up or down from one step to the next."""
+
+    def __init__(self, config: JudgeConfig) -> None:
+        self._config = config
+        self._last: float | None = None
+
+    def __call__(self, step: Step) -> Finding | None:
+        rate = step.report.learning_rate
+        if rate is None or not 0 < rate < math.inf:
+            return None
+        last, self._last = self._last, rate
+        if last is None or abs(math.log10(rate / last)) < self._config.learning_rate_jump_decades:
+            return None
+        return step.finding(FindingKind.LEARNING_RATE_JUMP, Quantity.LEARNING_RATE, value=rate, baseline=last)

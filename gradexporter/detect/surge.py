@@ -1,0 +1,217 @@
+"""What is too large: spikes, cascades, growth, overflow, and what is no number any more.
+
+Each rule looks at one step and keeps a few numbers between steps.
+"""
+
+from __future__ import annotations
+
+import math
+
+from gradexporter.config import JudgeConfig
+from gradexporter.detect.nonfinite import first_nonfinite, nonfinite_quantities
+from gradexporter.detect.progress import Smooth
+from gradexporter.detect.step import NEVER, Episode, Step
+from gradexporter.records import Finding, FindingKind, Quantity, Severity
+
+
+class Nonfinite:
+    """Loss, activation, parameter or optimizer state that is not finite, or an applied gradient."""
+
+    def __call__(self, step: Step) -> Finding | None:
+        first = first_nonfinite(step.report, nonfinite_quantities(step.report))
+        if first is None:
+            return None
+        return step.finding(FindingKind.NONFINITE, first.quantity, layer=first.layer)
+
+
+class OverflowImminent:
+    """A value within a decade of its dtype's maximum that rose there, or within a factor of two of it."""
+
+    def __init__(self, config: JudgeConfig) -> None:
+        self._config = config
+
+    def __call__(self, step: Step) -> Finding | None:
+        near = [
+            headroom
+            for headroom in step.headrooms
+            if headroom.decades < self._config.overflow_decades
+            and (
+                headroom.decades < math.log10(2)
+                or headroom.series not in _WITH_BASELINE
+                or not step.deviation(headroom.series) <= self._config.overflow_rise_decades
+            )
+        ]
+        if not near:
+            return None
+        worst = min(near, key=lambda headroom: headroom.decades)
+        baseline = step.baselines.usual(worst.series) if worst.series in _WITH_BASELINE and not worst.layer else None
+        return step.finding(
+            FindingKind.OVERFLOW_IMMINENT,
+            worst.quantity,
+            layer=worst.layer or step.largest(worst.series),
+            value=worst.value,
+            baseline=baseline,
+        )
+
+
+_WITH_BASELINE = ("activation_max_abs", "momentum_max_abs", "second_moment_max_abs", "parameter_max_abs")
+
+
+class GradientSpike:
+    """The gradient norm above ten times its usual; a single layer's, in a step where the run's is not, is info."""
+
+    def __init__(self, config: JudgeConfig) -> None:
+        self._config = config
+
+    def __call__(self, step: Step) -> Finding | None:
+        if step.deviation("gradient_norm") > self._config.spike_decades:
+            return step.found(FindingKind.GRADIENT_SPIKE, "gradient_norm", layer=step.oddest("gradient_norm"))
+        deviation = step.layer_deviation("gradient_norm")
+        if deviation is None or not (deviation > self._config.spike_decades).any():
+            return None
+        layer = step.oddest("gradient_norm")
+        assert layer is not None
+        index = step.report.layers.names.index(layer)
+        return step.finding(
+            FindingKind.GRADIENT_SPIKE,
+            Quantity.GRADIENT,
+            layer=layer,
+            value=float(step.report.layers.columns["gradient_norm"][0][index]),
+            baseline=step.baselines.layer_usual("gradient_norm", index),
+            severity=Severity.INFO,
+        )
+
+
+class GradientCascade:
+    """A spike that the weights amplify, or weights that run away while the gradient is saturated."""
+
+    def __init__(self, config: JudgeConfig) -> None:
+        self._config = config
+        self._last_spike = NEVER
+        self._surges = (False, False, False)
+        self._largest = math.nan
+        self._growing_since = 0
+
+    def __call__(self, step: Step) -> Finding | None:
+        config = self._config
+        deviation = step.deviation("gradient_norm")
+        if deviation > config.spike_decades:
+            self._last_spike = step.number
+        self._surges = (*self._surges[1:], deviation > config.cascade_gradient_decades)
+        if not (self._amplified(step) or self._runs_away(step)):
+            return None
+        return step.found(FindingKind.GRADIENT_CASCADE, "gradient_norm", layer=step.oddest("gradient_norm"))
+
+    def _amplified(self, step: Step) -> bool:
+        config = self._config
+        if step.number - self._last_spike >= config.cascade_within_steps:
+            return False
+        if step.baselines.is_known("parameter_max_abs"):
+            return step.baselines.deviation("parameter_max_abs") > config.cascade_parameter_decades
+        return sum(self._surges) >= 2
+
+    def _runs_away(self, step: Step) -> bool:
+        """The largest parameter is far above its usual and has not stopped growing since it left it."""
+        config, value = self._config, step.report.parameter_max_abs
+        deviation = step.deviation("parameter_max_abs")
+        if value is not None and math.isfinite(value):
+            if not (value > self._largest and deviation > config.cascade_parameter_decades):
+                self._growing_since = step.report.step
+            self._largest = value
+        grown = step.report.step - self._growing_since >= config.runaway_steps
+        return grown and deviation > config.runaway_parameter_decades
+
+
+class GradientGrowth:
+    """Norm and loss that rise together without a spike: the slow way to diverge."""
+
+    def __init__(self, config: JudgeConfig) -> None:
+        self._config = config
+        self._norm = Smooth(config.growth_tau_steps)
+        self._loss = Smooth(config.growth_tau_steps)
+        self._running = 0
+        self._episodes = {severity: Episode(config) for severity in (Severity.INFO, Severity.WARNING)}
+
+    def __call__(self, step: Step) -> Finding | None:
+        config = self._config
+        norm, loss = step.deviation("gradient_norm"), step.deviation("loss")
+        if math.isnan(norm) or math.isnan(loss) or step.progress.signed:
+            return None
+        self._norm.add(min(norm, 2.0), step.report.step)
+        self._loss.add(min(loss, 2.0), step.report.step)
+        grown = self._norm.value > config.growth_decades and self._loss.value > config.growth_loss_decades
+        self._running = self._running + 1 if grown else 0
+        loud = self._norm.value > config.growth_warning_decades
+        severity = Severity.WARNING if loud else Severity.INFO
+        holds = self._running >= 2 and step.quiet
+        if not self._episodes[severity].reports(holds, step.number):
+            return None
+        usual = step.baselines.usual("gradient_norm") or math.nan
+        return step.finding(
+            FindingKind.GRADIENT_GROWTH,
+            Quantity.GRADIENT,
+            layer=step.oddest("gradient_norm"),
+            value=usual * 10**self._norm.value,
+            baseline=usual,
+            severity=severity,
+        )
+
+
+class ActivationGrowth:
+    """The largest activation above ten times its usual on two readings running."""
+
+    def __init__(self, config: JudgeConfig) -> None:
+        self._config = config
+        self._running = 0
+        self._episode = Episode(config)
+
+    def __call__(self, step: Step) -> Finding | None:
+        if step.observed("activation_max_abs"):
+            odd = step.deviation("activation_max_abs") > self._config.activation_growth_decades
+            self._running = self._running + 1 if odd else 0
+        holds = self._running >= 2 and step.observed("activation_max_abs") and step.quiet
+        if not self._episode.reports(holds, step.number):
+            return None
+        layer = step.oddest("activation_max_abs")
+        return step.found(FindingKind.ACTIVATION_GROWTH, "activation_max_abs", layer=layer)
+
+
+class Jump:
+    """A reading above ten times its usual and, at once, far above the one before: it did not grow there."""
+
+    def __init__(self, config: JudgeConfig, kind: FindingKind, *series: str) -> None:
+        self._config = config
+        self._kind = kind
+        self._series = series
+        self._episode = Episode(config)
+
+    def __call__(self, step: Step) -> Finding | None:
+        for series in self._series:
+            odd = step.deviation(series) > self._config.jump_decades
+            odd = odd and step.baselines.rise(series) > self._config.jump_rise_decades
+            if odd and step.quiet:
+                fresh = self._episode.reports(True, step.number)
+                return step.found(self._kind, series, layer=step.largest(series)) if fresh else None
+        return None
+
+
+class LossSpike:
+    """The loss above ten times its usual, or above three times on five steps running.
+
+    A batch that is out of range explains its own loss, as far as the gradient stays calm.
+    """
+
+    def __init__(self, config: JudgeConfig) -> None:
+        self._config = config
+        self._running = 0
+        self._episode = Episode(config)
+
+    def __call__(self, step: Step) -> Finding | None:
+        config, deviation = self._config, step.deviation("loss")
+        if step.observed("loss"):
+            self._running = self._running + 1 if deviation > config.loss_rise_decades else 0
+        explained = any(finding.kind is FindingKind.INPUT_OUT_OF_RANGE for finding in step.findings)
+        odd = (deviation > config.loss_spike_decades and not explained) or self._running >= config.loss_rise_steps
+        if not self._episode.reports(odd and step.quiet and not step.progress.signed, step.number):
+            return None
+        return step.found(FindingKind.LOSS_SPIKE, "loss")
