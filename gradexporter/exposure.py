@@ -39,6 +39,8 @@ class View:
     """Named layers, then blocks (``encoder.*``); a block covers all its layers, named or not."""
     layer_totals: LayerTable
     """Counts since the start for the rows of ``layers``."""
+    rows: tuple[tuple[str], ...] = ()
+    """Names of ``layers`` as label values."""
     learning_rates: tuple[tuple[str, float], ...] = ()
     """Parameter group and its rate; the groups of a second optimizer are 1.0, 1.1 and so on."""
     series_dropped: int = 0
@@ -50,6 +52,7 @@ class Exposure:
     def __init__(self, max_series: int) -> None:
         self._spare = max(LAYER_FAMILIES, max_series - RUN_SERIES)
         self._known = _Names((), 0)
+        self._rows: tuple[tuple[str], ...] = ()
 
     def view(self, snapshot: Snapshot) -> View:
         """The view of this snapshot under the budget."""
@@ -67,8 +70,19 @@ class Exposure:
         if snapshot.identity.rank != 0 and snapshot.state in (None, State.WARMING_UP, State.HEALTHY):
             layers = totals = LayerTable()
         return View(
-            snapshot=snapshot, layers=layers, layer_totals=totals, learning_rates=shown_rates, series_dropped=dropped
+            snapshot=snapshot,
+            layers=layers,
+            layer_totals=totals,
+            rows=self._rows_of(layers.names),
+            learning_rates=shown_rates,
+            series_dropped=dropped,
         )
+
+    def _rows_of(self, names: tuple[str, ...]) -> tuple[tuple[str], ...]:
+        rows = tuple(zip(names, strict=True))
+        if rows != self._rows:
+            self._rows = rows
+        return self._rows
 
     def _names(self, names: tuple[str, ...], most: int) -> _Names:
         known = self._known

@@ -14,7 +14,9 @@ from gradexporter.metrics import read
 from gradexporter.metrics.spec import IDENTITY_LABELS as IDENTITY_LABELS
 from gradexporter.metrics.spec import PREFIX as PREFIX
 from gradexporter.metrics.spec import Kind as Kind
+from gradexporter.metrics.spec import Labels as Labels
 from gradexporter.metrics.spec import MetricSpec as MetricSpec
+from gradexporter.metrics.spec import Rows as Rows
 from gradexporter.metrics.spec import Sample as Sample
 from gradexporter.metrics.spec import Section as Section
 from gradexporter.metrics.spec import Unit as Unit

@@ -7,8 +7,8 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 
 from gradexporter.exposure import View
-from gradexporter.metrics.spec import Read, Sample
-from gradexporter.records import FindingKind, FirstNonfinite, LayerTable, Shape, Snapshot, StepReport
+from gradexporter.metrics.spec import Read, Rows, Sample
+from gradexporter.records import FindingKind, FirstNonfinite, Mask, Shape, Snapshot, StepReport, Values
 
 
 def nothing(view: View) -> Iterable[Sample]:
@@ -68,12 +68,12 @@ def attempted(read: Read) -> Read:
 
 def layer(column: str) -> Read:
     """A statistic of each layer that it was observed for."""
-    return lambda view: _column(view.layers, column)
+    return lambda view: _rows(view.rows, view.layers.column(column))
 
 
 def layer_total(column: str) -> Read:
     """A count of each layer since the start."""
-    return lambda view: _column(view.layer_totals, column)
+    return lambda view: _rows(view.rows, view.layer_totals.column(column))
 
 
 def run_info_labels(view: View) -> dict[str, str]:
@@ -124,10 +124,10 @@ def _worst(choose: Callable[[Iterable[float]], float], name: str, view: View) ->
     return math.nan if any(map(math.isnan, values)) else float(choose(values))
 
 
-def _column(table: LayerTable, column: str) -> Iterable[Sample]:
-    pair = table.column(column)
-    if pair is None:
-        return ()
-    values, observed = pair
-    rows = zip(zip(table.names, strict=True), values.tolist(), strict=True)  # names become tuples of one
-    return rows if observed.all() else itertools.compress(rows, observed.tolist())
+def _rows(labels: tuple[tuple[str], ...], column: tuple[Values, Mask] | None) -> Rows:
+    if column is None:
+        return Rows()
+    values, observed = column
+    if observed.all():
+        return Rows(labels, values.tolist())
+    return Rows(tuple(itertools.compress(labels, observed.tolist())), values[observed].tolist())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -13,10 +13,36 @@ PREFIX = "gradexporter"
 IDENTITY_LABELS = ("run_id", "rank")
 """On every series; the sinks put them there, entries leave them out."""
 
-Sample = tuple[tuple[str, ...], float]
-"""Label values in the order of the label names, and the reading."""
+Labels = tuple[str, ...]
+"""Label values in the order of the label names."""
+
+Sample = tuple[Labels, float]
 
 Read = Callable[[View], Iterable[Sample]]
+
+
+class Rows(Iterable[Sample]):
+    """Samples in columns: a scrape of ten thousand series then makes no pair of each."""
+
+    __slots__ = ("labels", "readings")
+
+    def __init__(self, labels: Sequence[Labels] = (), readings: Sequence[float] = ()) -> None:
+        self.labels = tuple(labels)
+        self.readings = readings
+
+    @classmethod
+    def of(cls, samples: Iterable[Sample]) -> Rows:
+        """These samples as rows."""
+        if isinstance(samples, Rows):
+            return samples
+        listed = list(samples)
+        return cls([labels for labels, _ in listed], [float(reading) for _, reading in listed])
+
+    def __iter__(self) -> Iterator[Sample]:
+        return zip(self.labels, self.readings, strict=True)
+
+    def __len__(self) -> int:
+        return len(self.labels)
 
 
 class Kind(Enum):

@@ -10,6 +10,7 @@ The monitor opens the endpoint like this, with ``read`` returning the latest Sna
 """
 
 from gradexporter.sinks.prometheus.collector import PrometheusCollector
-from gradexporter.sinks.prometheus.server import Endpoint, EndpointError, Limits
+from gradexporter.sinks.prometheus.connection import Limits
+from gradexporter.sinks.prometheus.server import Endpoint, EndpointError
 
 __all__ = ["Endpoint", "EndpointError", "Limits", "PrometheusCollector"]

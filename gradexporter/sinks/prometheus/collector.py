@@ -11,7 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from gradexporter.exposure import Exposure, View
-from gradexporter.metrics import CATALOG, IDENTITY_LABELS, SERIES, Kind, MetricSpec, Sample, Section, label_names
+from gradexporter.metrics import CATALOG, IDENTITY_LABELS, SERIES, Kind, MetricSpec, Rows, Section, label_names
 from gradexporter.records import Histogram, Snapshot
 
 PART = "endpoint"
@@ -34,7 +34,7 @@ class Family:
     spec: MetricSpec
     labels: tuple[str, ...]
     """Label names, those of identity first; the samples leave identity out."""
-    samples: list[Sample]
+    samples: Rows
     histogram: Histogram | None = None
 
     @property
@@ -58,14 +58,14 @@ class Source:
         found = {spec: family for spec in CATALOG if (family := self._family(spec, view)) is not None}
         if SERIES in found:
             exposed = float(sum(family.size for family in found.values()) + 1)
-            found[SERIES] = Family(SERIES, found[SERIES].labels, [((), exposed)])
+            found[SERIES] = Family(SERIES, found[SERIES].labels, Rows([()], [exposed]))
         return snapshot, [family for spec, family in found.items() if spec.section in sections]
 
     def _family(self, spec: MetricSpec, view: View) -> Family | None:
         try:
             names = (*IDENTITY_LABELS, *label_names(spec, view))
             histogram = view.snapshot.gradient_norms if spec.kind is Kind.HISTOGRAM else None
-            return Family(spec, names, list(spec.read(view)), histogram)
+            return Family(spec, names, Rows.of(spec.read(view)), histogram)
         except Exception as error:
             self._on_failure(PART, error)
             return None
@@ -112,7 +112,7 @@ def _filled(family: Family, who: tuple[str, str]) -> Metric:
     kind = CounterMetricFamily if spec.kind is Kind.COUNTER else GaugeMetricFamily
     metric = kind(spec.base_name, spec.help, labels=family.labels, unit=spec.unit.value[0])
     for values, reading in family.samples:
-        metric.add_metric((*who, *values), float(reading))
+        metric.add_metric((*who, *values), reading)
     return metric
 
 

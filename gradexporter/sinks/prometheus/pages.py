@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import html
 import json
-import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from http import HTTPStatus
 
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector, generate_latest
+from prometheus_client.core import Metric
 from prometheus_client.openmetrics.exposition import generate_latest as generate_latest_openmetrics
 from prometheus_client.registry import Collector
 
@@ -19,20 +19,22 @@ from gradexporter.sinks.prometheus.collector import PART, OnFailure, Source
 from gradexporter.sinks.prometheus.http import Answer, Request
 from gradexporter.sinks.prometheus.render import Format, Renderer, number_text
 
-_log = logging.getLogger("gradexporter")
-
 METRICS_PATHS = {
     "/metrics": tuple(Section),
     "/metrics/core": tuple(section for section in Section if section is not Section.LAYER),
     "/metrics/layers": (Section.LAYER,),
 }
-"""Sections of the catalogue by path; those without layers can be scraped more often."""
+"""Sections of the catalogue by path; core and layers together are all, for two scrape intervals."""
 
-OTHER_PATHS = {
+PATHS = {
+    "/metrics": "every series",
+    "/metrics/core": "series of the run, without those of layers",
+    "/metrics/layers": "series of layers alone",
     "/api/v1/report": "the last step as JSON",
     "/-/healthy": "200 while the endpoint serves",
-    "/-/ready": "200 while the endpoint serves",
+    "/-/ready": "200 while there is something to scrape",
 }
+"""What the landing page says about each path."""
 
 
 class Pages:
@@ -47,7 +49,7 @@ class Pages:
     def answer(self, request: Request) -> Answer:
         """The answer to this request; every path knows GET and HEAD."""
         path = request.path
-        if path != "/" and path not in METRICS_PATHS and path not in OTHER_PATHS:
+        if path != "/" and path not in PATHS:
             return Answer(body=b"not found; the page at / lists the paths\n", status=HTTPStatus.NOT_FOUND)
         if request.method not in ("GET", "HEAD"):
             return Answer(
@@ -59,51 +61,75 @@ class Pages:
             return self._report()
         if path == "/":
             return self._landing()
+        if path == "/-/ready":
+            self._read()
         return Answer(body=b"ok\n")
 
-    def _metrics(self, sections: Iterable[Section], format: Format) -> Answer:
-        wanted = tuple(sections)
-        snapshot, families = self._source.families(wanted)
+    def _metrics(self, sections: Collection[Section], format: Format) -> Answer:
+        snapshot, families = self._source.families(sections)
         body = self._renderer.render(snapshot.identity, families, format).encode()
-        process = self._process if Section.SELF in wanted else CollectorRegistry()
+        registry = self._process if Section.SELF in sections else _EMPTY
         generate = generate_latest if format is Format.TEXT else generate_latest_openmetrics
         return Answer(
-            body=body + generate(process),
-            content_type=format.value,
-            headers={"Vary": "Accept, Accept-Encoding"},
+            body=body + generate(registry), content_type=format.value, headers={"Vary": "Accept, Accept-Encoding"}
         )
 
     def _report(self) -> Answer:
         report = self._read().report
         if report is None:
-            body, status = {"error": "no step has closed yet"}, HTTPStatus.SERVICE_UNAVAILABLE
-        else:
-            body, status = to_plain(report), HTTPStatus.OK
-        text = json.dumps(body, allow_nan=False) + "\n"
-        return Answer(body=text.encode(), status=status, content_type="application/json")
+            return _json({"error": "no step has closed yet"}, HTTPStatus.SERVICE_UNAVAILABLE)
+        return _json(to_plain(report), HTTPStatus.OK)
 
     def _landing(self) -> Answer:
+        table = "".join(f"<tr><th>{_text(name)}</th><td>{_text(value)}</td></tr>\n" for name, value in self._now())
+        links = "".join(f'<li><a href="{path}">{path}</a>: {_text(says)}</li>\n' for path, says in PATHS.items())
+        page = _PAGE.format(version=_text(__version__), table=table, links=links)
+        return Answer(
+            body=page.encode(),
+            content_type="text/html; charset=utf-8",
+            headers={"Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'"},
+        )
+
+    def _now(self) -> Iterable[tuple[str, object]]:
         snapshot = self._read()
-        report = snapshot.report
-        rows = {
-            "run": snapshot.identity.run_id,
-            "rank": str(snapshot.identity.rank),
-            "state": str(snapshot.state or "no step yet"),
-            "step": "" if report is None else str(report.step),
-            "loss": "" if report is None or report.loss is None else number_text(report.loss),
-            "gradient norm": ""
-            if report is None or report.gradient_norm is None
-            else number_text(report.gradient_norm),
-        }
-        table = "".join(f"<tr><th>{name}</th><td>{html.escape(value)}</td></tr>\n" for name, value in rows.items())
-        links = "".join(f'<li><a href="{path}">{path}</a></li>\n' for path in (*METRICS_PATHS, *OTHER_PATHS))
-        text = _PAGE.format(version=html.escape(__version__), table=table, links=links)
-        return Answer(body=text.encode(), content_type="text/html; charset=utf-8")
+        report, identity = snapshot.report, snapshot.identity
+        yield "run", identity.run_id
+        yield "rank", f"{identity.rank} of {identity.world_size}"
+        if report is None:
+            yield "state", "no step has closed yet"
+            return
+        yield "state", snapshot.state or "not judged"
+        yield "step", report.step
+        for name in ("loss", "gradient_norm", "gradient_spike_ratio"):
+            value = getattr(report, name)
+            yield name.replace("_", " "), "not observed" if value is None else number_text(float(f"{value:.6g}"))
+        if report.last_healthy_step is not None:
+            yield "last healthy step", report.last_healthy_step
+        if report.diagnosis is not None:
+            yield "diagnosis", f"{report.diagnosis.shape} since step {report.diagnosis.since_step}"
+            for advice in report.diagnosis.advice:
+                yield "what to do", advice
+        if snapshot.ended is not None:
+            yield "ended", snapshot.ended
+
+
+def _text(value: object) -> str:
+    return html.escape(str(value))
+
+
+def _json(body: object, status: HTTPStatus) -> Answer:
+    text = json.dumps(body, allow_nan=False) + "\n"
+    return Answer(body=text.encode(), status=status, content_type="application/json")
 
 
 _PAGE = """<!doctype html>
 <html lang="en">
-<head><meta charset="utf-8"><title>gradexporter</title></head>
+<head>
+<meta charset="utf-8">
+<meta http-equiv="refresh" content="5">
+<title>gradexporter</title>
+<style>body {{ font-family: sans-serif; margin: 2em }} th {{ text-align: left; padding-right: 2em }}</style>
+</head>
 <body>
 <h1>gradexporter {version}</h1>
 <table>
@@ -114,6 +140,8 @@ _PAGE = """<!doctype html>
 </html>
 """
 
+_EMPTY = CollectorRegistry()
+
 
 class _Fenced(Collector):
     """A collector whose fault costs its own families, not the scrape."""
@@ -121,10 +149,7 @@ class _Fenced(Collector):
     def __init__(self, collector: Collector, on_failure: OnFailure) -> None:
         self._collector, self._on_failure = collector, on_failure
 
-    def describe(self) -> list[object]:
-        return []
-
-    def collect(self):  # type: ignore[no-untyped-def]
+    def collect(self) -> Iterable[Metric]:
         try:
             return list(self._collector.collect())
         except Exception as error:

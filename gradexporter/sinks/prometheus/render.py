@@ -7,11 +7,10 @@ loop, twelve times as long: here the text before each value is kept from scrape 
 from __future__ import annotations
 
 import math
-import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from enum import Enum
 
-from gradexporter.metrics import MetricSpec, Unit
+from gradexporter.metrics import Labels, MetricSpec, Rows, Unit
 from gradexporter.records import Identity
 from gradexporter.sinks.prometheus.collector import Family, bound_text
 
@@ -27,52 +26,66 @@ class Renderer:
     """Writes families as text; used by one thread."""
 
     def __init__(self) -> None:
-        self._prefixes: dict[tuple[object, ...], _Prefixes] = {}
+        self._lines: dict[tuple[object, ...], _Lines] = {}
 
     def render(self, identity: Identity, families: Iterable[Family], format: Format) -> str:
         """Lines of these families, without the end mark of OpenMetrics."""
         parts: list[str] = []
         for family in families:
             parts.append(_heading(family.spec, format))
-            if family.histogram is not None:
-                parts += self._histogram_lines(identity, family)
-            elif family.samples:
-                prefixes = self._prefixes_of(identity, family.spec.name, family.labels)
-                labels, readings = zip(*family.samples, strict=True)
-                parts += map(operator.add, map(prefixes.__getitem__, labels), _texts(readings))
-        return "\n".join([*parts, ""])
+            name, labels, histogram = family.spec.name, family.labels, family.histogram
+            if histogram is None:
+                parts.append(self._of(identity, name, labels).text(family.samples))
+            else:
+                buckets = Rows([(bound_text(bound),) for bound in histogram.bounds], histogram.counts)
+                count = Rows([()], [histogram.counts[-1] if histogram.counts else 0])
+                parts.append(self._of(identity, name + "_bucket", (*labels, "le")).text(buckets))
+                parts.append(self._of(identity, name + "_count", labels).text(count))
+                parts.append(self._of(identity, name + "_sum", labels).text(Rows([()], [histogram.sum])))
+        return "".join(parts)
 
-    def _histogram_lines(self, identity: Identity, family: Family) -> list[str]:
-        name, histogram = family.spec.name, family.histogram
-        assert histogram is not None
-        buckets = self._prefixes_of(identity, name + "_bucket", (*family.labels, "le"))
-        lines = [
-            buckets[(bound_text(bound),)] + number_text(count)
-            for bound, count in zip(histogram.bounds, histogram.counts, strict=True)
-        ]
-        for suffix, value in (("_count", histogram.counts[-1] if histogram.counts else 0), ("_sum", histogram.sum)):
-            lines.append(self._prefixes_of(identity, name + suffix, family.labels)[()] + number_text(value))
+    def _of(self, identity: Identity, name: str, labels: tuple[str, ...]) -> _Lines:
+        key = (name, labels, identity.run_id, identity.rank)
+        lines = self._lines.get(key)
+        if lines is None:
+            lines = self._lines[key] = _Lines(name, labels, (identity.run_id, str(identity.rank)))
         return lines
 
-    def _prefixes_of(self, identity: Identity, name: str, labels: tuple[str, ...]) -> _Prefixes:
-        key = (name, labels, identity.run_id, identity.rank)
-        found = self._prefixes.get(key)
-        if found is None:
-            found = self._prefixes[key] = _Prefixes(name, labels, (identity.run_id, str(identity.rank)))
-        return found
+
+class _Lines:
+    """Lines of one sample name, kept with a gap for each value."""
+
+    def __init__(self, name: str, names: tuple[str, ...], identity: tuple[str, ...]) -> None:
+        self._name, self._names, self._identity = name, names, identity
+        self._labels: tuple[Labels, ...] = ()
+        self._readings: Sequence[float] = ()
+        self._pieces = [""]
+        self._text = ""
+
+    def text(self, rows: Rows) -> str:
+        """The lines with these readings."""
+        if rows.labels != self._labels:
+            self._labels = rows.labels
+            self._pieces = _with_gaps(map(self._prefix, rows.labels))
+        elif rows.readings == self._readings:
+            return self._text  # what is sampled, and most counters, is the same as a scrape ago
+        self._readings = rows.readings
+        self._pieces[1::2] = _texts(rows.readings)
+        self._text = "".join(self._pieces)
+        return self._text
+
+    def _prefix(self, values: Labels) -> str:
+        pairs = sorted(zip(self._names, (*self._identity, *values), strict=True))
+        text = ",".join(f'{name}="{escaped(value)}"' for name, value in pairs)
+        return f"{self._name}{{{text}}} "
 
 
-class _Prefixes(dict[tuple[str, ...], str]):
-    """What stands before the value, by label values; made when first asked for."""
-
-    def __init__(self, name: str, labels: tuple[str, ...], identity: tuple[str, ...]) -> None:
-        self._name, self._labels, self._identity = name, labels, identity
-
-    def __missing__(self, values: tuple[str, ...]) -> str:
-        pairs = sorted(zip(self._labels, (*self._identity, *values), strict=True))
-        text = ",".join(f'{label}="{escaped(value)}"' for label, value in pairs)
-        self[values] = prefix = f"{self._name}{{{text}}} "
-        return prefix
+def _with_gaps(prefixes: Iterable[str]) -> list[str]:
+    """Prefix, gap, prefix, gap and so on; the end of a line goes with the prefix of the next."""
+    pieces: list[str] = []
+    for prefix in prefixes:
+        pieces += [f"\n{prefix}" if pieces else prefix, ""]
+    return [*pieces, "\n"] if pieces else [""]
 
 
 def escaped(text: str) -> str:
@@ -95,10 +108,11 @@ def number_text(value: float) -> str:
     return text
 
 
-def _texts(readings: tuple[float, ...]) -> Iterable[str]:
-    if all(map(math.isfinite, readings)) and max(readings) < 1e6:
-        return map(repr, map(float, readings))
-    return map(number_text, readings)
+def _texts(readings: Sequence[float]) -> list[str]:
+    values = list(map(float, readings))
+    if all(map(math.isfinite, values)) and max(values, default=0.0) < 1e6:
+        return list(map(repr, values))  # what number_text would say, in a third of the time
+    return list(map(number_text, values))
 
 
 def _heading(spec: MetricSpec, format: Format) -> str:
@@ -114,8 +128,8 @@ _HEADINGS: dict[tuple[str, Format], str] = {}
 def _heading_of(spec: MetricSpec, format: Format) -> str:
     help = spec.help.replace("\\", r"\\").replace("\n", r"\n")
     if format is Format.TEXT:
-        return f"# HELP {spec.name} {help}\n# TYPE {spec.name} {spec.kind.value}"
+        return f"# HELP {spec.name} {help}\n# TYPE {spec.name} {spec.kind.value}\n"
     name = spec.base_name
     help = help.replace('"', r"\"")
     unit = "" if spec.unit is Unit.NONE else f"\n# UNIT {name} {spec.unit.value[0]}"
-    return f"# HELP {name} {help}\n# TYPE {name} {spec.kind.value}{unit}"
+    return f"# HELP {name} {help}\n# TYPE {name} {spec.kind.value}{unit}\n"
