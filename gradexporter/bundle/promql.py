@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from gradexporter.metrics import IDENTITY_LABELS, Kind, MetricSpec
 
 TARGET_LABELS = ("namespace", "pod", "container", "node", "job", "instance", "cluster")
@@ -21,8 +23,12 @@ class Pattern(str):
 
 Matcher = str | tuple[str, ...]
 
+_NONE: Mapping[str, Matcher] = {}
 
-def series(spec: MetricSpec, *, window: int | str | None = None, part: str = "", **matchers: Matcher) -> str:
+
+def series(
+    spec: MetricSpec, matchers: Mapping[str, Matcher] = _NONE, *, window: int | str | None = None, part: str = ""
+) -> str:
     """The selector of a family.
 
     ``window`` is seconds, or a Grafana variable. ``part`` is ``bucket``, ``sum`` or ``count`` of a

@@ -23,9 +23,9 @@ def table() -> str:
 
 
 def splice(text: str) -> str:
-    """The README with the table between its markers renewed; ValueError if a marker is missing."""
+    """The page with the table between its markers renewed; ValueError if a marker is missing."""
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
-        raise ValueError(f"README.md has no {BEGIN} followed by {END}")
+        raise ValueError(f"it has no {BEGIN} followed by {END}")
     return f"{before}{BEGIN}\n{table()}\n{END}{after}"

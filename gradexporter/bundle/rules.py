@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from gradexporter import metrics
-from gradexporter.bundle.promql import ATTEMPT, RUN, Raw, duration, series
+from gradexporter.bundle import texts
+from gradexporter.bundle.promql import ATTEMPT, RUN, duration, series
 from gradexporter.config import AlertConfig
 from gradexporter.records import FindingKind, Severity, State
 
@@ -71,7 +72,7 @@ def recordings() -> tuple[Recording, ...]:
             expr=f"max by ({RUN}) ({series(metrics.GRADIENT_SPIKE_RATIO_PEAK)})",
         ),
         Recording(
-            name=f"namespace_run_id:{metrics.STEP_SECONDS_TOTAL.name.removesuffix('_total')}:mean",
+            name=f"namespace_run_id:{metrics.STEP_SECONDS_TOTAL.base_name}:mean",
             expr=_mean_step_seconds(),
         ),
     )
@@ -95,11 +96,11 @@ def _nonfinite(config: AlertConfig) -> Alert:
         keep_firing_seconds=config.keep_firing_seconds,
         summary="Training produces non-finite values.",
         description=(
-            f"{_RUN_WORDS} has NaN or Inf in a loss, activation, parameter or applied gradient,",
+            f"{texts.RUN} has NaN or Inf in a loss, activation, parameter or applied gradient,",
             "last at {{ $value | humanizeTimestamp }}.",
-            _first_nonfinite(config),
-            _shape(config),
-            *_restart_point(config),
+            texts.first_nonfinite(config.lookback_seconds),
+            texts.shape(config.lookback_seconds),
+            *texts.restart_point(config.lookback_seconds),
             "First action: stop the run, every further step is wasted.",
         ),
     )
@@ -115,21 +116,21 @@ def _cascade(config: AlertConfig) -> Alert:
         keep_firing_seconds=config.keep_firing_seconds,
         summary="Training is finite but breaking up: a spike has reached the parameters, or a value nears overflow.",
         description=(
-            f"{_RUN_WORDS} is in a cascade, last at {{{{ $value | humanizeTimestamp }}}};",
+            f"{texts.RUN} is in a cascade, last at {{{{ $value | humanizeTimestamp }}}};",
             "without action non-finite values usually follow within steps.",
-            _worst_layer(config),
-            _shape(config),
-            *_restart_point(config),
+            texts.worst_layer(config.lookback_seconds),
+            texts.shape(config.lookback_seconds),
+            *texts.restart_point(config.lookback_seconds),
             "First action: stop the run before it writes another checkpoint.",
         ),
     )
 
 
 def _died(config: AlertConfig) -> Alert:
-    ended_badly = series(metrics.RUN_ENDED, reason=("exception", "signal", "killed"))
+    ended_badly = series(metrics.RUN_ENDED, {"reason": ("exception", "signal", "killed")})
     alive = f"{series(metrics.HEALTH_STATE)} unless ignoring (attempt, reason) {ended_badly} == 1"
     last_state = f"last_over_time({series(metrics.HEALTH_STATE, window=config.lookback_seconds)})"
-    closed = f"last_over_time({series(metrics.RUN_ENDED, window=config.lookback_seconds, reason='closed')}) == 1"
+    closed = f"last_over_time({series(metrics.RUN_ENDED, {'reason': 'closed'}, window=config.lookback_seconds)}) == 1"
     return Alert(
         name="GradexporterDiedWhileUnhealthy",
         severity=Severity.CRITICAL,
@@ -144,10 +145,10 @@ def _died(config: AlertConfig) -> Alert:
         keep_firing_seconds=config.keep_firing_seconds,
         summary="A run ended without being closed while its gradients were unhealthy.",
         description=(
-            f"{_RUN_WORDS} is gone; its last state was {_STATE_WORDS}, and it did not close normally.",
-            _worst_layer(config),
-            _shape(config),
-            *_restart_point(config),
+            f"{texts.RUN} is gone; its last state was {texts.STATE}, and it did not close normally.",
+            texts.worst_layer(config.lookback_seconds),
+            texts.shape(config.lookback_seconds),
+            *texts.restart_point(config.lookback_seconds),
             "First action: read the last lines of its log before it is restarted.",
         ),
     )
@@ -162,9 +163,9 @@ def _spike(config: AlertConfig) -> Alert:
         keep_firing_seconds=config.keep_firing_seconds,
         summary="The gradient norm spiked above its baseline.",
         description=(
-            f"{_RUN_WORDS} had a gradient spike, last at {{{{ $value | humanizeTimestamp }}}};",
+            f"{texts.RUN} had a gradient spike, last at {{{{ $value | humanizeTimestamp }}}};",
             "most spikes recover by themselves.",
-            _worst_layer(config),
+            texts.worst_layer(config.lookback_seconds),
             "First action: none if the state is healthy again; else watch the dashboard.",
         ),
     )
@@ -172,7 +173,7 @@ def _spike(config: AlertConfig) -> Alert:
 
 def _frequent(config: AlertConfig) -> Alert:
     window = config.spikes_window_seconds
-    spikes = f"increase({series(metrics.FINDINGS_TOTAL, window=window, finding=FindingKind.GRADIENT_SPIKE)})"
+    spikes = f"increase({series(metrics.FINDINGS_TOTAL, {'finding': FindingKind.GRADIENT_SPIKE}, window=window)})"
     steps = f"increase({series(metrics.STEPS_TOTAL, window=window)})"
     per_step = f"sum without (finding) ({spikes}) / ignoring (attempt) group_left () sum without (outcome) ({steps})"
     return Alert(
@@ -184,9 +185,9 @@ def _frequent(config: AlertConfig) -> Alert:
         keep_firing_seconds=config.keep_firing_seconds,
         summary="The gradient norm spikes more often than healthy training does.",
         description=(
-            f"{_RUN_WORDS} had a gradient spike in {{{{ $value | humanizePercentage }}}} of the steps of the last",
+            f"{texts.RUN} had a gradient spike in {{{{ $value | humanizePercentage }}}} of the steps of the last",
             f"{duration(window)}.",
-            _worst_layer(config),
+            texts.worst_layer(config.lookback_seconds),
             "First action: lower the learning rate or tighten clipping before a spike turns into a cascade.",
         ),
     )
@@ -196,7 +197,7 @@ def _stalled(config: AlertConfig) -> Alert:
     attempts = f"ignoring (attempt) group_right () {series(metrics.HEALTH_STATE)} * 0"
     age = f"time() - max by ({ATTEMPT}) ({series(metrics.LAST_STEP_TIMESTAMP)} + {attempts})"
     patience = f"{config.stalled_step_times:g} * {_mean_step_seconds()}"
-    paused = series(metrics.RUN_PHASE, window=config.stalled_seconds, phase=("eval", "checkpoint"))
+    paused = series(metrics.RUN_PHASE, {"phase": ("eval", "checkpoint")}, window=config.stalled_seconds)
     return Alert(
         name="GradexporterTrainingStalled",
         severity=Severity.WARNING,
@@ -210,9 +211,9 @@ def _stalled(config: AlertConfig) -> Alert:
         keep_firing_seconds=config.keep_firing_seconds,
         summary="Training has stopped making steps although the process is alive.",
         description=(
-            f"{_RUN_WORDS} closed its last step {{{{ $value | humanizeDuration }}}} ago,",
+            f"{texts.RUN} closed its last step {{{{ $value | humanizeDuration }}}} ago,",
             "is in no evaluation or checkpoint phase and has not ended.",
-            _last_step(),
+            texts.last_step(),
             "First action: dump the stacks of its ranks (py-spy dump) and look for the one that waits alone.",
         ),
     )
@@ -224,7 +225,7 @@ def _stalled(config: AlertConfig) -> Alert:
 def _last_finding(config: AlertConfig, *kinds: FindingKind) -> str:
     words = tuple(str(kind) for kind in kinds)
     finding = words if len(words) > 1 else words[0]
-    window = series(metrics.LAST_FINDING_TIMESTAMP, window=config.lookback_seconds, finding=finding)
+    window = series(metrics.LAST_FINDING_TIMESTAMP, {"finding": finding}, window=config.lookback_seconds)
     return f"max by ({ATTEMPT}) (max_over_time({window}))"
 
 
@@ -234,7 +235,8 @@ def _recent(config: AlertConfig) -> str:
 
 def _unless_paging_is_off(config: AlertConfig) -> str:
     """Looks back as far as the event does, so that the switch outlives its target exactly as long."""
-    return f"unless on ({RUN}) max_over_time({series(metrics.RUN_INFO, window=config.lookback_seconds, paging='off')})"
+    off = series(metrics.RUN_INFO, {"paging": "off"}, window=config.lookback_seconds)
+    return f"unless on ({RUN}) max_over_time({off})"
 
 
 def _mean_step_seconds() -> str:
@@ -243,103 +245,11 @@ def _mean_step_seconds() -> str:
     return f"max by ({RUN}) ({series(metrics.STEP_SECONDS_TOTAL)} / {steps})"
 
 
-# -- parts of texts -------------------------------------------------------------------------------
-
-_RUN_WORDS = (
-    "Run {{ $labels.run_id }}{{ with $labels.namespace }} in namespace {{ . }}{{ end }}, attempt {{ $labels.attempt }},"
-)
-_STATE_WORDS = (
-    f"{{{{ if ge $value {State.NONFINITE.code}.0 }}}}{State.NONFINITE}"
-    f"{{{{ else if ge $value {State.CASCADE.code}.0 }}}}{State.CASCADE}{{{{ else }}}}{State.SPIKE}{{{{ end }}}}"
-)
-_OF_RUN = {"namespace": Raw("%q"), "run_id": Raw("%q")}
-_OF_ATTEMPT = {**_OF_RUN, "attempt": Raw("%q")}
-
-
-def _with(query: str, text: str, otherwise: str = "") -> str:
-    """``text`` about the first result of a query about this run; ``otherwise`` if there is none.
-
-    The query holds one ``%q`` for each label of the run, in groups of two (run) or three (attempt).
-    """
-    arguments = []
-    rest = query
-    while "run_id=%q" in rest:
-        _, _, rest = rest.partition("run_id=%q")
-        arguments += ["$labels.namespace", "$labels.run_id"]
-        if rest.startswith(", attempt=%q"):
-            arguments.append("$labels.attempt")
-    other = f"{{{{ else }}}}{otherwise}" if otherwise else ""
-    call = f"printf `{query}` {' '.join(arguments)} | query"
-    return f"{{{{ with {call} }}}}{{{{ with . | first }}}}{text}{{{{ end }}}}{other}{{{{ end }}}}"
-
-
-def _first_nonfinite(config: AlertConfig) -> str:
-    window = config.lookback_seconds
-    info = series(metrics.FIRST_NONFINITE_INFO, window=window, **_OF_ATTEMPT)
-    step = series(metrics.FIRST_NONFINITE_STEP, window=window, **_OF_ATTEMPT)
-    query = (
-        f"bottomk(1, max by (rank, layer, quantity) (max_over_time({info}))"
-        f" * on (rank) group_left () max by (rank) (max_over_time({step})))"
-    )
-    return _with(
-        query,
-        'It began at step {{ value . | printf "%.0f" }} in the {{ label "quantity" . }} of layer'
-        ' {{ label "layer" . }} on rank {{ label "rank" . }}.',
-        "Where it began is not known.",
-    )
-
-
-def _worst_layer(config: AlertConfig) -> str:
-    ratio = series(metrics.LAYER_SPIKE_RATIO, window=config.lookback_seconds, **_OF_RUN)
-    return _with(
-        f"topk(1, max by (rank, layer) (max_over_time({ratio})) > 1)",
-        'Worst layer: {{ label "layer" . }} on rank {{ label "rank" . }},'
-        ' {{ value . | printf "%.3g" }} times its usual gradient norm.',
-        "No layer stands out.",
-    )
-
-
-def _shape(config: AlertConfig) -> str:
-    shape = series(metrics.DIAGNOSIS, window=config.lookback_seconds, **_OF_ATTEMPT)
-    return _with(f"topk(1, max by (shape) (last_over_time({shape})) == 1)", 'Diagnosis: {{ label "shape" . }}.')
-
-
-def _restart_point(config: AlertConfig) -> tuple[str, str]:
-    healthy = series(metrics.LAST_HEALTHY_STEP, window=config.lookback_seconds, **_OF_RUN)
-    clean = series(metrics.LAST_CLEAN_CHECKPOINT_STEP, window=config.lookback_seconds, **_OF_RUN)
-    return (
-        _with(
-            f"min(last_over_time({healthy}))",
-            'Last healthy step: {{ value . | printf "%.0f" }}.',
-            "No healthy step is known.",
-        ),
-        _with(
-            f"min(last_over_time({clean}))",
-            'Last clean checkpoint: step {{ value . | printf "%.0f" }}.',
-            "No clean checkpoint was reported.",
-        ),
-    )
-
-
-def _last_step() -> str:
-    return _with(f"max({series(metrics.STEP, **_OF_RUN)})", 'Last step: {{ value . | printf "%.0f" }}.')
-
-
-def _routing_label(config: AlertConfig, label: str) -> str:
-    """The label's value on the run's run_info, the commonest if its ranks disagree.
-
-    A query in the label, not a join in the expression: a join would lose the alert where run_info is
-    missing, and fail the rule of every run where two ranks of one disagree.
-    """
-    info = f'{metrics.RUN_INFO.name}{{namespace=%q, run_id=%q, attempt=%q, {label}!=""}}'
-    query = f"topk(1, count by ({label}) (max_over_time({info}[{duration(config.lookback_seconds)}])))"
-    return _with(query, f'{{{{ label "{label}" . }}}}')
-
-
 # -- YAML -----------------------------------------------------------------------------------------
 
 
 def _lines(config: AlertConfig) -> Iterator[str]:
+    window = config.lookback_seconds
     yield "  - name: gradexporter-alerts\n    rules:\n"
     for alert in alerts(config):
         yield f"      - alert: {alert.name}\n"
@@ -349,7 +259,7 @@ def _lines(config: AlertConfig) -> Iterator[str]:
         yield "        labels:\n"
         yield f"          severity: {alert.severity}\n"
         for label in config.routing_labels:
-            yield f"          {label}: '{_routing_label(config, label)}'\n"
+            yield f"          {label}: '{texts.routing_label(label, window)}'\n"
         yield "        annotations:\n"
         yield from _annotations(config, alert)
     yield "  - name: gradexporter-runs\n    rules:\n"
