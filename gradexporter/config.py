@@ -137,6 +137,20 @@ class JudgeConfig:
     """Steps after which a finding about a lasting condition is repeated."""
     forget_steps: int = 1000
     """Healthy steps after which a diagnosis is cleared."""
+    excursion_far_decades: float = 1.477
+    """Decades above its baseline, thirty times, at which a value counts towards an explosion ..."""
+    exploding_steps: int = 16
+    """... which more than this many such steps in a row are, however it began."""
+    excursion_pause_steps: int = 8
+    """Steps without anything odd that an excursion may pause."""
+    exploding_drift_decades: float = 1.0
+    """Decades that a baseline must have risen before an excursion for it to be the end of a slow explosion."""
+    drift_forget_decades: float = 5e-4
+    """Decades a step by which the low that drift is counted from is forgotten: one decade in 2,000 steps."""
+    near_limit_decades: float = 2.0
+    """Decades below a dtype's maximum from where a value may have overflowed in one step, without a trace."""
+    resume_steps: int = 8
+    """Steps after a continued run's first within which something odd is the restart's doing."""
 
     def __post_init__(self) -> None:
         for setting in dataclasses.fields(self):

@@ -11,6 +11,7 @@ import numpy as np
 
 from gradexporter.config import Config, JudgeConfig
 from gradexporter.detect import Detection, Detector, ratio
+from gradexporter.diagnose import Diagnoser
 from gradexporter.records import FirstNonfinite, LayerTable, State, StepReport
 
 
@@ -41,6 +42,7 @@ class _Track:
     def __init__(self, config: JudgeConfig) -> None:
         self._config = config
         self._detector = Detector(config)
+        self._diagnoser = Diagnoser(config)
         self._last_odd: dict[State, int] = {}
         self._last_healthy: int | None = None
 
@@ -61,7 +63,7 @@ class _Track:
             layers=_with_spike_ratio(report.layers, detection),
             state=state,
             findings=detection.findings,
-            diagnosis=None,
+            diagnosis=self._diagnoser(detection, state, self._last_healthy),
             last_healthy_step=self._last_healthy,
             first_nonfinite=first,
             gradient_norm_baseline=baselines.usual("gradient_norm") if baselines.is_warm("gradient_norm") else None,

@@ -14,11 +14,11 @@ class InputNonfinite:
     """NaN or Inf in what the model is fed, whether or not the model masks it."""
 
     def __init__(self, config: JudgeConfig) -> None:
-        self._episode = Episode(config)
+        self._episode = Episode(config, FindingKind.INPUT_NONFINITE)
 
     def __call__(self, step: Step) -> Finding | None:
         holds = Quantity.INPUT in nonfinite_quantities(step.report)
-        if not self._episode.reports(holds, step.number):
+        if not self._episode.reports(step, holds):
             return None
         count = step.report.nonfinite.get(Quantity.INPUT.value)
         return step.finding(FindingKind.INPUT_NONFINITE, Quantity.INPUT, value=count)

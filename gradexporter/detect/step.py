@@ -58,6 +58,8 @@ class Step:
     """No spike, cascade or worse stands: what merely follows from one is not reported beside it."""
     findings: list[Finding] = field(default_factory=list)
     """What the rules before this one found."""
+    standing: set[FindingKind] = field(default_factory=set)
+    """Lasting conditions that hold in this step, reported or not."""
 
     def observed(self, series: str) -> bool:
         """Whether this step has a finite reading above zero of a run-level series, and was not skipped."""
@@ -143,18 +145,21 @@ class Episode:
     It begins anew once it has been over for ``clean_steps``.
     """
 
-    def __init__(self, config: JudgeConfig) -> None:
+    def __init__(self, config: JudgeConfig, kind: FindingKind) -> None:
         self._config = config
+        self._kind = kind
         self._held = NEVER
         self._reported = NEVER
 
-    def reports(self, holds: bool, number: int) -> bool:
-        """Whether to report now that the condition holds or not."""
+    def reports(self, step: Step, holds: bool, *, silent: bool = False) -> bool:
+        """Whether to report now that the condition holds or not; a silent one is reported later if it lasts."""
         if not holds:
             return False
-        begins = number - self._held > self._config.clean_steps
-        self._held = number
-        if not begins and number - self._reported < self._config.repeat_steps:
+        step.standing.add(self._kind)
+        if step.number - self._held > self._config.clean_steps:
+            self._reported = NEVER
+        self._held = step.number
+        if silent or step.number - self._reported < self._config.repeat_steps:
             return False
-        self._reported = number
+        self._reported = step.number
         return True

@@ -36,6 +36,7 @@ class ScaleCollapse:
         fallen = is_size(scale) and usual is not None and scale < usual * 10**-config.scale_fall_decades
         if self._skips < limit and not fallen:
             return None
+        step.standing.add(FindingKind.SCALE_COLLAPSE)
         return step.finding(
             FindingKind.SCALE_COLLAPSE,
             Quantity.LOSS_SCALE,
@@ -57,7 +58,7 @@ class StalledUpdates:
         self._largest_rate = 0.0
         self._since: int | None = None
         self._readings = 0
-        self._episode = Episode(config)
+        self._episode = Episode(config, FindingKind.STALLED_UPDATES)
 
     def __call__(self, step: Step) -> Finding | None:
         config, report = self._config, step.report
@@ -75,7 +76,7 @@ class StalledUpdates:
             self._since = report.step
         self._readings += 1
         holds = self._readings >= config.warmup_readings and report.step - self._since >= config.stalled_steps
-        if not self._episode.reports(holds, step.number):
+        if not self._episode.reports(step, holds):
             return None
         return step.found(FindingKind.STALLED_UPDATES, "update_ratio")
 
@@ -96,7 +97,7 @@ class DeadLayer:
         self._names: tuple[str, ...] = ()
         self._running = np.zeros(0, dtype=np.int64)
         self._alive = np.zeros(0, dtype=bool)
-        self._episode = Episode(config)
+        self._episode = Episode(config, FindingKind.DEAD_LAYER)
 
     def __call__(self, step: Step) -> Finding | None:
         table = step.report.layers
@@ -108,7 +109,7 @@ class DeadLayer:
             self._alive = np.zeros(len(table), dtype=bool)
         self._names = table.names
         dead = self._dead(*column, execution_order(table), self._learning(step))
-        if not self._episode.reports(len(dead) > 0, step.number):
+        if not self._episode.reports(step, len(dead) > 0):
             return None
         return step.finding(FindingKind.DEAD_LAYER, Quantity.GRADIENT, layer=table.names[dead[0]], value=0.0)
 
@@ -142,7 +143,7 @@ class VanishingGradient:
     def __init__(self, config: JudgeConfig) -> None:
         self._config = config
         self._running = 0
-        self._episode = Episode(config)
+        self._episode = Episode(config, FindingKind.VANISHING_GRADIENT)
 
     def __call__(self, step: Step) -> Finding | None:
         config, table = self._config, step.report.layers
@@ -161,7 +162,7 @@ class VanishingGradient:
         limit = config.vanishing_blind_decades if math.isnan(share) else config.vanishing_decades
         starved = decades > limit and not share < config.no_progress_share
         self._running = self._running + 1 if starved else 0
-        if not self._episode.reports(self._running >= config.vanishing_steps, step.number):
+        if not self._episode.reports(step, self._running >= config.vanishing_steps):
             return None
         return step.finding(
             FindingKind.VANISHING_GRADIENT,
@@ -179,7 +180,7 @@ class Oscillation:
         self._config = config
         self._update = Smooth(config.oscillation_tau_steps)
         self._since = NEVER
-        self._episode = Episode(config)
+        self._episode = Episode(config, FindingKind.OSCILLATION)
 
     def __call__(self, step: Step) -> Finding | None:
         config, progress = self._config, step.progress
@@ -195,7 +196,7 @@ class Oscillation:
         elif self._since == NEVER:
             self._since = step.report.step
         lasts = self._since != NEVER and step.report.step - self._since >= config.oscillation_steps
-        if not self._episode.reports(lasts and step.quiet, step.number):
+        if not self._episode.reports(step, lasts, silent=not step.quiet):
             return None
         return step.finding(
             FindingKind.OSCILLATION, Quantity.LOSS, value=step.report.loss, baseline=step.baselines.usual("loss")

@@ -130,7 +130,9 @@ class GradientGrowth:
         self._norm = Smooth(config.growth_tau_steps)
         self._loss = Smooth(config.growth_tau_steps)
         self._running = 0
-        self._episodes = {severity: Episode(config) for severity in (Severity.INFO, Severity.WARNING)}
+        self._episodes = {
+            severity: Episode(config, FindingKind.GRADIENT_GROWTH) for severity in (Severity.INFO, Severity.WARNING)
+        }
 
     def __call__(self, step: Step) -> Finding | None:
         config = self._config
@@ -143,8 +145,7 @@ class GradientGrowth:
         self._running = self._running + 1 if grown else 0
         loud = self._norm.value > config.growth_warning_decades
         severity = Severity.WARNING if loud else Severity.INFO
-        holds = self._running >= 2 and step.quiet
-        if not self._episodes[severity].reports(holds, step.number):
+        if not self._episodes[severity].reports(step, self._running >= 2, silent=not step.quiet):
             return None
         usual = step.baselines.usual("gradient_norm") or math.nan
         return step.finding(
@@ -163,14 +164,14 @@ class ActivationGrowth:
     def __init__(self, config: JudgeConfig) -> None:
         self._config = config
         self._running = 0
-        self._episode = Episode(config)
+        self._episode = Episode(config, FindingKind.ACTIVATION_GROWTH)
 
     def __call__(self, step: Step) -> Finding | None:
         if step.observed("activation_max_abs"):
             odd = step.deviation("activation_max_abs") > self._config.activation_growth_decades
             self._running = self._running + 1 if odd else 0
-        holds = self._running >= 2 and step.observed("activation_max_abs") and step.quiet
-        if not self._episode.reports(holds, step.number):
+        holds = self._running >= 2 and step.observed("activation_max_abs")
+        if not self._episode.reports(step, holds, silent=not step.quiet):
             return None
         layer = step.oddest("activation_max_abs")
         return step.found(FindingKind.ACTIVATION_GROWTH, "activation_max_abs", layer=layer)
@@ -183,14 +184,14 @@ class Jump:
         self._config = config
         self._kind = kind
         self._series = series
-        self._episode = Episode(config)
+        self._episode = Episode(config, kind)
 
     def __call__(self, step: Step) -> Finding | None:
         for series in self._series:
             odd = step.deviation(series) > self._config.jump_decades
             odd = odd and step.baselines.rise(series) > self._config.jump_rise_decades
             if odd and step.quiet:
-                fresh = self._episode.reports(True, step.number)
+                fresh = self._episode.reports(step, True)
                 return step.found(self._kind, series, layer=step.largest(series)) if fresh else None
         return None
 
@@ -204,7 +205,7 @@ class LossSpike:
     def __init__(self, config: JudgeConfig) -> None:
         self._config = config
         self._running = 0
-        self._episode = Episode(config)
+        self._episode = Episode(config, FindingKind.LOSS_SPIKE)
 
     def __call__(self, step: Step) -> Finding | None:
         config, deviation = self._config, step.deviation("loss")
@@ -212,6 +213,6 @@ class LossSpike:
             self._running = self._running + 1 if deviation > config.loss_rise_decades else 0
         explained = any(finding.kind is FindingKind.INPUT_OUT_OF_RANGE for finding in step.findings)
         odd = (deviation > config.loss_spike_decades and not explained) or self._running >= config.loss_rise_steps
-        if not self._episode.reports(odd and step.quiet and not step.progress.signed, step.number):
+        if not self._episode.reports(step, odd and not step.progress.signed, silent=not step.quiet):
             return None
         return step.found(FindingKind.LOSS_SPIKE, "loss")
