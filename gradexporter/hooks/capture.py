@@ -84,9 +84,21 @@ class Watched:
                 indexes.append(index)
                 self.parameters += mine
         self.plan = Plan(tuple(names), tuple(indexes), np.array(owners, dtype=np.intp))
+        self.everything = tuple(range(len(self.parameters)))
+        self._layouts: dict[tuple[int, ...], stats.host.Layout] = {}
         sizes = [parameter.numel() for parameter in self.parameters]
         self.reference = min(range(len(sizes)), key=sizes.__getitem__, default=-1)
         return [parameter for parameter in self.parameters if id(parameter) not in before]
+
+    def layout(self, positions: tuple[int, ...]) -> stats.host.Layout:
+        """How tensors shaped like these parameters are reduced together."""
+        layout = self._layouts.get(positions)
+        if layout is None:
+            if len(self._layouts) > 16:  # a loop that never touches the same parameters twice
+                self._layouts.clear()
+            layout = stats.host.Layout([self.parameters[at].shape for at in positions])
+            self._layouts[positions] = layout
+        return layout
 
 
 class Capture:
@@ -135,8 +147,8 @@ class Capture:
         self._depth = 0
         self._training = True
         self._rank = 0
-        self._order = np.full(len(self.layers), -1.0)
-        self._dtype_max = np.full(len(self.layers), np.finfo(np.float32).max, dtype=np.float64)
+        self._order = [-1.0] * len(self.layers)  # lists: setting one number is faster than in an array
+        self._dtypes = [torch.float32] * len(self.layers)
         self._accumulators: dict[torch.device, stats.host.Accumulator | stats.device.Accumulator] = {}
         self._activation_seconds = 0.0
         self._full_activations = cadence.full("activation", self._next)
@@ -214,8 +226,11 @@ class Capture:
         try:
             if self._closed is not None:
                 self.seal()
-            for tensor in floating(output):
-                self._add_output(layer, stats.plain(tensor))
+            if type(output) is Tensor and output.dtype in stats.ORDINARY_DTYPES:  # nearly always
+                self._add_output(layer, output.detach())
+            else:
+                for tensor in floating(output):
+                    self._add_output(layer, stats.plain(tensor))
             self._order[layer] = self._rank
             self._rank += 1
         except Exception as error:
@@ -234,7 +249,7 @@ class Capture:
             size = len(self.layers)
             accumulator = stats.host.Accumulator(size) if on_host else stats.device.Accumulator(size, tensor.device)
             self._accumulators[tensor.device] = accumulator
-        self._dtype_max[layer] = torch.finfo(tensor.dtype).max
+        self._dtypes[layer] = tensor.dtype
         accumulator.add(layer, tensor, full=self._full_activations)
 
     # -- backward -------------------------------------------------------------------------------
@@ -252,9 +267,13 @@ class Capture:
         watched.scaled = True
 
     def _measure_gradients(self, watched: Watched) -> None:
-        there = [(at, p.grad) for at, p in enumerate(watched.parameters) if p.grad is not None]
-        watched.positions = tuple(at for at, _ in there)
-        watched.block = stats.measure([grad for _, grad in there]) if there else None
+        gradients = [parameter.grad for parameter in watched.parameters]
+        present = [gradient for gradient in gradients if gradient is not None]
+        if len(present) == len(gradients):
+            watched.positions = watched.everything
+        else:
+            watched.positions = tuple(at for at, gradient in enumerate(gradients) if gradient is not None)
+        watched.block = stats.measure(present, watched.layout(watched.positions)) if present else None
 
     # -- update ---------------------------------------------------------------------------------
 
@@ -355,27 +374,28 @@ class Capture:
         self._ranges = {"input": [], "target": []}
 
     def _close_activations(self, watched: Watched, pending: Pending) -> None:
-        indexes = list(watched.plan.indexes)
-        pending.order = self._order[indexes]
-        pending.dtype_max = self._dtype_max[indexes]
+        pending.order = np.array([self._order[index] for index in watched.plan.indexes])
+        pending.dtype_max = np.array([_largest(self._dtypes[index]) for index in watched.plan.indexes])
         for place, accumulator in self._accumulators.items():
             pending.blocks[f"activations {place}"] = accumulator.take(watched.plan.indexes)
         self.signals["activation"] = bool((pending.order >= 0).any())
-        self._order[indexes] = -1.0
+        for index in watched.plan.indexes:
+            self._order[index] = -1.0
         self._rank = 0
 
     def _close_state(self, watched: Watched, pending: Pending, applied: bool) -> float | None:
         if not self._cadence.full("state", pending.step) or not watched.parameters:
             return None
         began = time.perf_counter()
-        pending.blocks["parameters"] = stats.measure(watched.parameters)
+        pending.blocks["parameters"] = stats.measure(watched.parameters, watched.layout(watched.everything))
         moments = dict(
             zip(("momentum", "second_moment"), stats.state_lists(watched.optimizer, watched.parameters), strict=True)
         )
         there = {name: [(at, m) for at, m in enumerate(listed) if m is not None] for name, listed in moments.items()}
         pending.moments = {name: tuple(at for at, _ in pairs) for name, pairs in there.items() if pairs}
         for name in pending.moments:
-            pending.blocks[name] = stats.measure([moment for _, moment in there[name]])
+            listed = [moment for _, moment in there[name]]
+            pending.blocks[name] = stats.measure(listed, watched.layout(pending.moments[name]), norms=False)
         if applied:
             self._close_updates(watched, pending)
         return time.perf_counter() - began
@@ -429,6 +449,11 @@ def _before(capture: Capture, watched: Watched, optimizer: Optimizer, args: Any,
 
 def _after(capture: Capture, watched: Watched, optimizer: Optimizer, args: Any, kwargs: Mapping[str, Any]) -> None:
     capture.step_ended(watched)
+
+
+@functools.cache
+def _largest(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).max
 
 
 def _rates(optimizer: Optimizer) -> list[Number]:

@@ -8,12 +8,13 @@ squares that leaves the range of float32 is taken again in float64.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gradexporter.records import Values
 from gradexporter.stats import device, host
@@ -24,6 +25,14 @@ Block = Values | Tensor
 FLOATING = frozenset(
     dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype) and dtype.is_floating_point
 )
+
+_ORDINARY_TYPES = frozenset({Tensor, nn.Parameter})
+ORDINARY_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+_CPU = torch.device("cpu")
+
+_dtype = operator.attrgetter("dtype")
+_device = operator.attrgetter("device")
+_layout = operator.attrgetter("layout")
 
 
 def plain(tensor: Tensor) -> Tensor:
@@ -38,33 +47,45 @@ def plain(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype.itemsize > 1 else tensor.float()
 
 
-def measure(tensors: Sequence[Tensor]) -> Block:
+@torch.no_grad()
+def measure(tensors: Sequence[Tensor], layout: host.Layout | None = None, *, norms: bool = True) -> Block:
     """L2 norm, largest absolute value and number of non-finite elements: shape ``(3, len(tensors))``.
 
-    ``tensors`` are not empty and have at least one element each. A block of tensors on one accelerator stays there.
+    ``tensors`` are not empty and have at least one element each. A block of tensors on one accelerator stays
+    there. ``layout`` is the ``host.Layout`` of lists with these shapes; ``norms=False`` skips the first row.
     """
-    ready = [plain(tensor) for tensor in tensors]
-    devices = {tensor.device for tensor in ready}
-    if all(place.type == "cpu" for place in devices):
-        return host.measure(ready)
-    if len(devices) == 1:
-        return device.measure(ready)
-    home = next(place for place in devices if place.type != "cpu")
-    return device.measure([tensor.to(home, non_blocking=True) for tensor in ready])
+    # One pass of C for each question: asking 800 tensors one by one costs more than reducing them.
+    ordinary = _ORDINARY_TYPES.issuperset(map(type, tensors)) and ORDINARY_DTYPES.issuperset(map(_dtype, tensors))
+    if not ordinary or set(map(_layout, tensors)) != {torch.strided}:
+        tensors, layout = [plain(tensor) for tensor in tensors], None
+    devices = set(map(_device, tensors))
+    if devices == {_CPU}:
+        return host.measure(tensors, layout, norms=norms)
+    home = next(place for place in devices if place != _CPU)
+    if len(devices) > 1:
+        tensors = [tensor.to(home, non_blocking=True) for tensor in tensors]
+    return device.measure(tensors)
 
 
 def extremes(blocks: Sequence[Block]) -> tuple[float | Tensor, float | Tensor]:
     """Largest absolute value and number of non-finite elements over several results of ``measure``."""
-    on_device = [block for block in blocks if isinstance(block, Tensor)]
-    if not on_device:
-        joined = np.concatenate(blocks, axis=1)
-        return float(joined[1].max()), float(joined[2].sum())
-    home = on_device[0].device
-    moved = [torch.as_tensor(block, dtype=torch.float64).to(home, non_blocking=True) for block in blocks]
-    tensor = torch.cat(moved, dim=1)
-    return tensor[1].max(), tensor[2].sum()
+    joined = _side_by_side(blocks)
+    if isinstance(joined, Tensor):
+        return joined[1].max(), joined[2].sum()
+    return float(joined[1].max()), float(joined[2].sum())
 
 
+def _side_by_side(blocks: Sequence[Block]) -> Block:
+    if len(blocks) == 1:
+        return blocks[0]
+    tensors = [block for block in blocks if isinstance(block, Tensor)]
+    if not tensors:
+        return np.concatenate(blocks, axis=1)
+    home = tensors[0].device
+    return torch.cat([torch.as_tensor(block).to(home, non_blocking=True) for block in blocks], dim=1)
+
+
+@torch.no_grad()
 def update_norms(optimizer: torch.optim.Optimizer, params: Sequence[Tensor]) -> tuple[tuple[int, ...], Block] | None:
     """L2 norm of the last update of each parameter, rebuilt from optimizer state, not from a copy.
 
@@ -73,67 +94,58 @@ def update_norms(optimizer: torch.optim.Optimizer, params: Sequence[Tensor]) -> 
     decoupled weight decay is left out. Formulas as in the documentation of torch.optim.
     """
     kind = {cls.__name__ for cls in type(optimizer).__mro__}
-    direction = _sgd_direction if "SGD" in kind else _adam_direction if kind & {"Adam", "AdamW"} else None
-    if direction is None:
+    rebuild = _sgd_norms if "SGD" in kind else _adam_norms if kind & {"Adam", "AdamW"} else None
+    if rebuild is None:
         return None
     position = {id(param): at for at, param in enumerate(params)}
     positions: list[int] = []
     blocks: list[Block] = []
     for group in optimizer.param_groups:
         members = [param for param in group["params"] if id(param) in position and param.grad is not None]
-        rebuilt = [(position[id(param)], direction(optimizer.state.get(param, {}), group, param)) for param in members]
-        known = [(at, update) for at, update in rebuilt if update is not None]
-        if known:
-            positions += [at for at, _ in known]
-            blocks.append(_times(measure([update for _, update in known])[:1], group["lr"]))
-    if not blocks:
-        return None
-    return tuple(positions), _side_by_side(blocks)
+        block = rebuild(optimizer.state, group, members) if members else None
+        if block is not None:
+            positions += [position[id(param)] for param in members]
+            blocks.append(_times(block, group["lr"]))
+    return (tuple(positions), _side_by_side(blocks)) if blocks else None
 
 
 def _times(block: Block, rate: float | Tensor) -> Block:
     if not isinstance(rate, Tensor):
         return block * rate
-    factor = rate.detach().double()
-    return (block if isinstance(block, Tensor) else torch.from_numpy(block)) * factor
-
-
-def _side_by_side(blocks: Sequence[Block]) -> Block:
-    if len(blocks) == 1:
-        return blocks[0]
-    if not any(isinstance(block, Tensor) for block in blocks):
-        return np.concatenate(blocks, axis=1)
-    return torch.cat([torch.as_tensor(block) for block in blocks], dim=1)
+    return (block if isinstance(block, Tensor) else torch.from_numpy(block)) * rate.detach().double()
 
 
 State = Mapping[str, Any]
 
 
-def _sgd_direction(state: State, group: State, param: Tensor) -> Tensor | None:
+def _sgd_norms(states: Mapping[Tensor, State], group: State, params: Sequence[Tensor]) -> Block | None:
+    directions = [_sgd_direction(states.get(param, {}), group, param) for param in params]
+    return measure(directions)[:1]
+
+
+def _sgd_direction(state: State, group: State, param: Tensor) -> Tensor:
     assert param.grad is not None
-    gradient = plain(param.grad)
-    if gradient.shape != param.shape:
-        return None
-    if group.get("maximize"):
-        gradient = -gradient
-    decay = group.get("weight_decay")
-    if decay:  # of the parameter before the update, which is p = (p' + lr g) / (1 - lr decay)
-        gradient = (gradient + param.detach() * decay) / (1 - group["lr"] * decay)
     buffer: Tensor | None = state.get("momentum_buffer")
-    if not group.get("momentum") or buffer is None:
-        return gradient
-    return gradient + buffer * group["momentum"] if group.get("nesterov") else buffer
+    if buffer is not None and not group.get("nesterov"):
+        return buffer
+    gradient = -param.grad if group.get("maximize") else param.grad
+    decay = group.get("weight_decay")
+    if decay and gradient.layout is torch.strided:
+        # Of the parameter before the update, which is p = (p' + lr g) / (1 - lr decay).
+        gradient = (gradient + param * decay) / (1 - group["lr"] * decay)
+    return gradient if buffer is None else gradient + buffer * group["momentum"]
 
 
-def _adam_direction(state: State, group: State, param: Tensor) -> Tensor | None:
-    if not {"exp_avg", "exp_avg_sq", "step"} <= state.keys():
+def _adam_norms(states: Mapping[Tensor, State], group: State, params: Sequence[Tensor]) -> Block | None:
+    kept = [states.get(param, {}) for param in params]
+    needed = {"exp_avg", "exp_avg_sq", "step", *(["max_exp_avg_sq"] if group.get("amsgrad") else [])}
+    if any(isinstance(beta, Tensor) for beta in group["betas"]) or not all(needed <= state.keys() for state in kept):
         return None
-    beta1, beta2 = group["betas"]
-    first = 1 - beta1 ** state["step"]
-    second = 1 - beta2 ** state["step"]
-    squares: Tensor = state["max_exp_avg_sq"] if group.get("amsgrad") else state["exp_avg_sq"]
-    direction: Tensor = state["exp_avg"] / ((squares / second).sqrt_().add_(group["eps"]).mul_(first))
-    return direction
+    moments = [state["exp_avg"] for state in kept]
+    if not _ORDINARY_TYPES.issuperset(map(type, moments)) or any(moment.is_complex() for moment in moments):
+        return None
+    on_host = all(moment.device == _CPU for moment in moments)
+    return host.adam_norms(kept, group)[None] if on_host else device.adam_norms(kept, group)[None]
 
 
 def state_lists(
@@ -144,14 +156,14 @@ def state_lists(
     second: list[Tensor | None] = []
     for param in params:
         state = optimizer.state.get(param)
-        first.append(_moment(state, ("momentum_buffer", "exp_avg")))
+        first.append(_moment(state, ("exp_avg", "momentum_buffer")))
         second.append(_moment(state, ("exp_avg_sq", "square_avg", "sum")))
     return first, second
 
 
-def _moment(state: dict[str, object] | None, names: tuple[str, ...]) -> Tensor | None:
+def _moment(state: State | None, names: tuple[str, ...]) -> Tensor | None:
     for name in names:
         value = state.get(name) if state else None
-        if isinstance(value, Tensor) and value.numel() and value.dtype in FLOATING:
+        if isinstance(value, Tensor) and value.numel():
             return value
     return None

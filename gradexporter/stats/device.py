@@ -7,7 +7,8 @@ float64, so that a norm does not overflow before its tensor does.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +26,18 @@ def measure(tensors: Sequence[Tensor]) -> Tensor:
 def count_nonfinite(tensor: Tensor) -> Tensor:
     """Number of NaN and infinite elements as a 0-dim float64 tensor."""
     return torch.isfinite(tensor).logical_not_().sum(dtype=torch.float64)
+
+
+def adam_norms(states: Sequence[Mapping[str, Any]], group: Mapping[str, Any]) -> Tensor:
+    """L2 norm of Adam's last update of each parameter without the rate; see ``host.adam_norms``."""
+    beta1, beta2 = group["betas"]
+    second = "max_exp_avg_sq" if group.get("amsgrad") else "exp_avg_sq"
+    norms = []
+    for state in states:
+        root = (1 - beta2 ** state["step"]) ** 0.5
+        update = state["exp_avg"] / state[second].sqrt().add_(group["eps"] * root)
+        norms.append(torch.linalg.vector_norm(update, 2, dtype=torch.float64) * root / (1 - beta1 ** state["step"]))
+    return torch.stack(norms)
 
 
 class Accumulator:

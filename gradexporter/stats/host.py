@@ -1,48 +1,128 @@
 """Reductions of tensors in main memory, where looking at a result costs nothing.
 
 Chosen by measurement on x86: ``vector_norm`` and ``aminmax`` read 35 GB/s, ``sum`` 75; the infinity norm and
-``isfinite`` 1.5 to 2, so elements are counted only after a cheaper result says that one is not finite.
+``isfinite`` 1.5 to 2, so elements are counted only after a cheaper result says that one is not finite. Many
+small tensors of one shape are stacked and reduced together, which is three times faster than one by one.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from gradexporter.records import Values
 
+Indexes = NDArray[np.intp]
+
 _SMALLEST_SQUARE_SAFE = 1e-18
 """Below it squares of float32 elements underflow, so the norm is taken again in float64."""
 
-_HALF = (torch.float16, torch.bfloat16)
+_HALF = frozenset({torch.float16, torch.bfloat16})
+
+_STACK_MEMBERS = 4
+"""Tensors of one shape from which on stacking pays."""
+
+_STACK_NUMEL = 65536
+"""Largest tensor that is stacked; above it the copy costs more than the calls that it saves."""
+
+_SCRATCH_NUMEL = 262144
+"""Elements of the scratch memory that updates are rebuilt in: 1 MiB of float32, which stays in cache."""
 
 
-def measure(tensors: Sequence[Tensor]) -> Values:
-    """L2 norm, largest absolute value, non-finite count of each tensor: float64, shape ``(3, len(tensors))``."""
-    listed = [tensor.float() if tensor.dtype in _HALF else tensor for tensor in tensors]
-    norms = _gathered(torch._foreach_norm(listed, 2))
-    lows, highs = zip(*[torch.aminmax(tensor) for tensor in listed], strict=True)
-    largest = np.maximum(np.abs(_gathered(lows)), np.abs(_gathered(highs)))
-    block = np.stack([norms, largest, np.zeros(len(listed))])
-    odd = ~np.isfinite(norms) | ((norms < _SMALLEST_SQUARE_SAFE) & (largest > 0))
-    for index in np.flatnonzero(odd):
-        tensor = listed[index]
-        if np.isfinite(largest[index]):
-            block[0, index] = torch.linalg.vector_norm(tensor, dtype=torch.float64).item()
-        else:
-            block[2, index] = count_nonfinite(tensor)
+class Layout:
+    """Which tensors of a list are reduced together; made once for lists of the same shapes."""
+
+    __slots__ = ("alone", "order", "stacked", "stacks")
+
+    def __init__(self, shapes: Sequence[torch.Size]) -> None:
+        alike: dict[torch.Size, list[int]] = defaultdict(list)
+        for position, shape in enumerate(shapes):
+            alike[shape].append(position)
+        self.stacks: list[list[int]] = []
+        alone: list[int] = []
+        for shape, positions in alike.items():
+            if len(positions) < _STACK_MEMBERS or shape.numel() > _STACK_NUMEL:
+                alone += positions
+                continue
+            members = max(_STACK_MEMBERS, 16 * _STACK_NUMEL // shape.numel())
+            self.stacks += [positions[at : at + members] for at in range(0, len(positions), members)]
+        self.alone = alone
+        self.stacked: Indexes = np.array([at for stack in self.stacks for at in stack], dtype=np.intp)
+        self.order: Indexes = np.concatenate([self.stacked, np.array(alone, dtype=np.intp)])
+
+
+def measure(tensors: Sequence[Tensor], layout: Layout | None = None, *, norms: bool = True) -> Values:
+    """L2 norm, largest absolute value, non-finite count of each tensor: float64, shape ``(3, len(tensors))``.
+
+    ``norms=False`` leaves the first row NaN where only the maximum is wanted.
+    """
+    layout = layout or Layout([tensor.shape for tensor in tensors])
+    parts: list[list[Tensor]] = [[], [], []]
+    for stack in layout.stacks:
+        rows = torch.stack([tensors[at] for at in stack]).view(len(stack), -1)
+        if rows.dtype in _HALF:
+            rows = rows.float()
+        parts[1].append(rows.amin(1))
+        parts[2].append(rows.amax(1))
+        if norms:
+            parts[0].append(_row_norms(rows))
+    alone = [tensors[at] for at in layout.alone]
+    if alone:
+        if any(tensor.dtype in _HALF for tensor in alone):
+            alone = [tensor.float() if tensor.dtype in _HALF else tensor for tensor in alone]
+        ends = [torch.aminmax(tensor) for tensor in alone]
+        parts[1].append(_gathered([low for low, _ in ends]))
+        parts[2].append(_gathered([high for _, high in ends]))
+        if norms:
+            parts[0].append(_gathered(torch._foreach_norm(alone, 2)))
+    block = np.zeros((3, len(tensors)))
+    largest = np.maximum(np.abs(_joined(parts[1])), np.abs(_joined(parts[2])))
+    block[1, layout.order] = largest
+    block[0, layout.order] = _joined(parts[0]) if norms else np.nan
+    _settle(block, tensors, layout.stacked, norms)
     return block
 
 
-def _gathered(scalars: Sequence[Tensor]) -> Values:
+def _row_norms(rows: Tensor) -> Tensor:
+    """L2 norm of each row; tiny ones are scaled up first, in place, for their squares underflow."""
+    norms = torch.linalg.vector_norm(rows, dim=1)
+    tiny = norms < _SMALLEST_SQUARE_SAFE
+    if bool(tiny.any()):
+        scaled = torch.linalg.vector_norm(rows.mul_(2.0**64), dim=1).double() * 2.0**-64
+        norms = torch.where(tiny, scaled, norms.double())
+    return norms
+
+
+def _settle(block: Values, tensors: Sequence[Tensor], stacked: Indexes, norms: bool) -> None:
+    """Counts where something is not finite, and takes norms again that left the range of float32."""
+    odd = ~np.isfinite(block[1])
+    if norms:
+        tiny = (block[0] < _SMALLEST_SQUARE_SAFE) & (block[1] > 0)
+        tiny[stacked] = False  # scaled already
+        odd |= ~np.isfinite(block[0]) | tiny
+    for at in np.flatnonzero(odd).tolist():
+        if not np.isfinite(block[1, at]):
+            block[2, at] = count_nonfinite(tensors[at])
+        elif norms:
+            block[0, at] = torch.linalg.vector_norm(tensors[at], dtype=torch.float64).item()
+
+
+def _gathered(scalars: Sequence[Tensor]) -> Tensor:
     first = scalars[0].dtype
     if any(scalar.dtype is not first for scalar in scalars):
         scalars = [scalar.double() for scalar in scalars]
-    return torch.stack(tuple(scalars)).double().numpy()
+    return torch.stack(tuple(scalars))
+
+
+def _joined(parts: Sequence[Tensor]) -> Values:
+    return np.concatenate([part.double().numpy() for part in parts])
 
 
 def count_nonfinite(tensor: Tensor) -> int:
@@ -56,6 +136,45 @@ def nonfinite(tensor: Tensor) -> int:
     return 0 if math.isfinite(total.item()) else count_nonfinite(tensor)
 
 
+def adam_norms(states: Sequence[Mapping[str, Any]], group: Mapping[str, Any]) -> Values:
+    """L2 norm of Adam's last update of each parameter without the rate: float64, shape ``(len(states),)``.
+
+    The update is m sqrt(b2) / (b1 (sqrt(v) + eps sqrt(b2))) with b1 = 1 - beta1^t and b2 = 1 - beta2^t.
+    """
+    beta1, beta2 = group["betas"]
+    second = "max_exp_avg_sq" if group.get("amsgrad") else "exp_avg_sq"
+    steps = torch.stack([torch.as_tensor(state["step"], dtype=torch.float64) for state in states]).numpy()
+    root = np.sqrt(1 - float(beta2) ** steps)
+    scale = root / (1 - float(beta1) ** steps)
+    layout = Layout([state["exp_avg"].shape for state in states])
+    norms = np.zeros(len(states))
+    for stack in layout.stacks:
+        eps = torch.from_numpy(float(group["eps"]) * root[stack]).to(states[stack[0]][second].dtype).unsqueeze(1)
+        rows = torch.stack([states[at][second] for at in stack]).view(len(stack), -1).sqrt_().add_(eps)
+        torch.div(torch.stack([states[at]["exp_avg"] for at in stack]).view(len(stack), -1), rows, out=rows)
+        norms[stack] = torch.linalg.vector_norm(rows, dim=1, dtype=_wide(rows)).double().numpy()
+    for at in layout.alone:
+        norms[at] = _ratio_norm(states[at]["exp_avg"], states[at][second], float(group["eps"]) * float(root[at]))
+    return norms * scale
+
+
+def _ratio_norm(first: Tensor, second: Tensor, eps: float) -> float:
+    """L2 norm of ``first / (sqrt(second) + eps)``, in pieces that fit the scratch memory."""
+    scratch = torch.empty(min(first.numel(), _SCRATCH_NUMEL), dtype=first.dtype)
+    squares = 0.0
+    pieces = zip(first.reshape(-1).split(_SCRATCH_NUMEL), second.reshape(-1).split(_SCRATCH_NUMEL), strict=True)
+    for moment, square in pieces:
+        piece = scratch[: moment.numel()]
+        torch.sqrt(square, out=piece).add_(eps)
+        torch.div(moment, piece, out=piece)
+        squares += torch.linalg.vector_norm(piece, dtype=_wide(piece)).item() ** 2
+    return math.sqrt(squares)
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    return torch.float32 if tensor.dtype in _HALF else tensor.dtype
+
+
 class Accumulator:
     """Output statistics of all layers over the calls of one step; shape ``(5, layers)`` in float64.
 
@@ -64,33 +183,38 @@ class Accumulator:
     """
 
     def __init__(self, layers: int) -> None:
-        self._block = np.zeros((5, layers))
+        self._rows = [[0.0] * layers for _ in range(5)]  # lists: setting one number is faster than in an array
 
     def add(self, layer: int, tensor: Tensor, *, full: bool) -> None:
         """Adds one output tensor; a plain sentinel when not ``full``."""
-        block = self._block
         if not full:
-            block[4, layer] += nonfinite(tensor)
+            odd = nonfinite(tensor)
+            if odd:
+                self._rows[4][layer] += odd
             return
+        squares, largest, zeros, elements, counts = self._rows
         if tensor.dtype in _HALF:
             tensor = tensor.float()
-        ends = torch.aminmax(tensor)
-        low, high = ends.min.item(), ends.max.item()
-        largest = max(abs(low), abs(high)) if low == low else math.nan  # a NaN goes through to both ends
-        finite = math.isfinite(largest)
+        low, high = torch.aminmax(tensor)
+        lowest, highest = low.item(), high.item()
+        top = max(abs(lowest), abs(highest)) if lowest == lowest else math.nan  # a NaN goes through to both ends
+        finite = math.isfinite(top)
         norm = torch.linalg.vector_norm(tensor).item()
         if finite and (math.isinf(norm) or norm < _SMALLEST_SQUARE_SAFE):
             norm = torch.linalg.vector_norm(tensor, dtype=torch.float64).item()
-        block[0, layer] += norm * norm
-        block[1, layer] = np.maximum(block[1, layer], largest)
-        block[2, layer] += tensor.numel() - int(torch.count_nonzero(tensor).item())
-        block[3, layer] += tensor.numel()
+        squares[layer] += norm * norm
+        if not top <= largest[layer]:
+            largest[layer] = top if largest[layer] == largest[layer] else math.nan
+        elements[layer] += tensor.numel()
         if not finite:
-            block[4, layer] += count_nonfinite(tensor)
+            counts[layer] += count_nonfinite(tensor)
+        if lowest <= 0.0 <= highest or not finite:
+            zeros[layer] += tensor.numel() - int(torch.count_nonzero(tensor).item())
 
     def take(self, layers: Sequence[int]) -> Values:
         """The columns of these layers, which start again from zero."""
-        index = list(layers)
-        block = self._block[:, index]
-        self._block[:, index] = 0.0
+        block = np.array([[row[layer] for layer in layers] for row in self._rows])
+        for row in self._rows:
+            for layer in layers:
+                row[layer] = 0.0
         return block
