@@ -277,8 +277,28 @@ class Config:
 
 
 RESERVED_LABELS = frozenset(
-    "job instance namespace pod container cluster run_id rank local_rank world_size attempt paging model optimizer layer "
-    "quantity finding severity alertname le".split()
+    [
+        "job",
+        "instance",
+        "namespace",
+        "pod",
+        "container",
+        "cluster",
+        "run_id",
+        "rank",
+        "local_rank",
+        "world_size",
+        "attempt",
+        "paging",
+        "model",
+        "optimizer",
+        "layer",
+        "quantity",
+        "finding",
+        "severity",
+        "alertname",
+        "le",
+    ]
 )
 """Names that a routing label may not take: target labels are Prometheus' own, the rest are ours."""
 
