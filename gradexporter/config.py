@@ -200,7 +200,13 @@ class AlertConfig:
                 _check(whole, name, value, f"give a whole number above 0; {setting.default} is the default")
             elif isinstance(setting.default, float):
                 number = isinstance(value, (int, float)) and not isinstance(value, bool)
-                _check(number and 0 < value < math.inf, name, value, f"give a number above 0; {setting.default}")
+                advice = f"give a number above 0; {setting.default:g} is the default"
+                _check(number and 0 < value < math.inf, name, value, advice)
+            elif isinstance(setting.default, str):
+                plain = isinstance(value, str) and re.fullmatch(r"[!-~]*", value) and not set(value) & set("\"'\\{}")
+                _check(bool(plain), name, value, "give an address, without quotes, braces or spaces")
+        listed = isinstance(self.routing_labels, tuple)
+        _check(listed, "alerts.routing_labels", self.routing_labels, "give a tuple of label names")
         _check(self.spikes_per_step < 1, "alerts.spikes_per_step", self.spikes_per_step, "give a share, such as 0.001")
         for label in self.routing_labels:
             _check_label("alerts.routing_labels", label)

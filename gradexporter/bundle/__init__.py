@@ -29,7 +29,8 @@ def generate(config: Config | None = None, only: str | None = None) -> dict[str,
     """Text of every generated file, by its path from the root of the repository.
 
     The metrics table is not a file but a part of one: ``write`` and ``check`` put it into the README.
-    Raises ImportError, naming the extra, where dashboards are asked for and their library is missing.
+    Raises an error that is also an ImportError, naming the extra, where dashboards are asked for and their
+    library is missing.
     """
     settings = config or Config()
     files: dict[str, str] = {}

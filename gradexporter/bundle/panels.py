@@ -3,34 +3,45 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from gradexporter.config import GradexporterError
+
+
+class MissingExtraError(GradexporterError, ImportError):
+    """The Grafana SDK is not there; the text names the extra that brings it."""
+
+
 try:
-    from grafana_foundation_sdk.builders import (
-        bargauge,
-        common,
-        dashboard,
-        heatmap,
-        prometheus,
-        stat,
-        statetimeline,
-        table,
-        timeseries,
-    )
-    from grafana_foundation_sdk.cog.encoder import JSONEncoder
-    from grafana_foundation_sdk.models import common as common_models
-    from grafana_foundation_sdk.models import dashboard as models
-    from grafana_foundation_sdk.models import heatmap as heatmap_models
-    from grafana_foundation_sdk.models import prometheus as prometheus_models
+    with warnings.catch_warnings():
+        # The SDK would rather write a schema that no Grafana before 12 reads, and says so at its import.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        from grafana_foundation_sdk.builders import (
+            bargauge,
+            common,
+            dashboard,
+            heatmap,
+            prometheus,
+            stat,
+            statetimeline,
+            table,
+            timeseries,
+        )
+        from grafana_foundation_sdk.cog.encoder import JSONEncoder
+        from grafana_foundation_sdk.models import common as common_models
+        from grafana_foundation_sdk.models import dashboard as models
+        from grafana_foundation_sdk.models import heatmap as heatmap_models
+        from grafana_foundation_sdk.models import prometheus as prometheus_models
 except ImportError as error:
-    raise ImportError("dashboards need Python 3.11 or newer and: pip install 'gradexporter[bundle]'") from error
+    advice = "dashboards need Python 3.11 or newer and: pip install 'gradexporter[bundle]'"
+    raise MissingExtraError(advice) from error
 
 DATASOURCE = common_models.DataSourceRef(type_val="prometheus", uid="${datasource}")
 
 GREEN, YELLOW, ORANGE, RED, BLUE, GREY = "green", "yellow", "orange", "dark-red", "blue", "text"
-
 
 BY_NAME, BY_NUMBER, AS_QUERIED = (
     models.VariableSort.ALPHABETICAL_ASC,
@@ -150,8 +161,8 @@ def variable(
     """A choice filled by a query over the time range, so that what has ended can still be chosen."""
     query = f"query_result({expr})"
     built = dashboard.QueryVariable(name).label(label).description(description).datasource(DATASOURCE)
-    built = built.query({"query": query, "refId": f"variable-{name}", "qryType": 3}).definition(query).regex(regex)
-    built = built.refresh(models.VariableRefresh.ON_TIME_RANGE_CHANGED).sort(sort).multi(many).include_all(many)
+    built = built.query(query).definition(query).regex(regex).sort(sort).multi(many).include_all(many)
+    built = built.refresh(models.VariableRefresh.ON_TIME_RANGE_CHANGED)
     if many:
         every = models.VariableOption(selected=True, text=["All"], value=["$__all"])
         built = built.all_value(".*").current(every)
