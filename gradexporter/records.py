@@ -410,11 +410,11 @@ def to_plain(record: object) -> Any:
         return to_plain(record.value)
     if record is None or isinstance(record, (bool, str, int)):
         return record
-    if isinstance(record, (float, np.floating)):
+    if isinstance(record, float):
         value = float(record)
         return value if math.isfinite(value) else "NaN" if math.isnan(value) else "+Inf" if value > 0 else "-Inf"
-    if isinstance(record, np.integer):
-        return int(record)
+    if isinstance(record, np.generic):
+        return to_plain(record.item())
     if isinstance(record, LayerTable):
         return [to_plain(row) for row in record.rows()]
     if isinstance(record, Mapping):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import struct
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -114,8 +115,11 @@ class Connection(asyncio.Protocol):
         """Ends the connection at once, whatever the peer still has to send or to read."""
         self._timer.cancel()
         self._peers.open.pop(self, None)
-        with contextlib.suppress(OSError):  # a forked child may hold the socket too: closing alone ends nothing
-            self._transport.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
+        peer = self._transport.get_extra_info("socket")
+        with contextlib.suppress(OSError):
+            if self.writing:  # a reset, or the kernel would hold what the peer does not read
+                peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            peer.shutdown(socket.SHUT_RDWR)  # a forked child may hold the socket too: closing alone ends nothing
         self._transport.abort()
 
     def data_received(self, data: bytes) -> None:

@@ -67,11 +67,13 @@ class Pages:
 
     def _metrics(self, sections: Collection[Section], format: Format) -> Answer:
         snapshot, families = self._source.families(sections)
-        body = self._renderer.render(snapshot.identity, families, format).encode()
+        pieces = self._renderer.render(snapshot.identity, families, format)
         registry = self._process if Section.SELF in sections else _EMPTY
         generate = generate_latest if format is Format.TEXT else generate_latest_openmetrics
         return Answer(
-            body=body + generate(registry), content_type=format.value, headers={"Vary": "Accept, Accept-Encoding"}
+            body=b"".join([*pieces, generate(registry)]),
+            content_type=format.value,
+            headers={"Vary": "Accept, Accept-Encoding"},
         )
 
     def _report(self) -> Answer:
@@ -85,7 +87,7 @@ class Pages:
         links = "".join(f'<li><a href="{path}">{path}</a>: {_text(says)}</li>\n' for path, says in PATHS.items())
         page = _PAGE.format(version=_text(__version__), table=table, links=links)
         return Answer(
-            body=page.encode(),
+            body=page.encode(errors="replace"),
             content_type="text/html; charset=utf-8",
             headers={"Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'"},
         )

@@ -28,21 +28,21 @@ class Renderer:
     def __init__(self) -> None:
         self._lines: dict[tuple[object, ...], _Lines] = {}
 
-    def render(self, identity: Identity, families: Iterable[Family], format: Format) -> str:
-        """Lines of these families, without the end mark of OpenMetrics."""
-        parts: list[str] = []
+    def render(self, identity: Identity, families: Iterable[Family], format: Format) -> list[bytes]:
+        """Pieces of the text of these families, without the end mark of OpenMetrics."""
+        parts: list[bytes] = []
         for family in families:
             parts.append(_heading(family.spec, format))
             name, labels, histogram = family.spec.name, family.labels, family.histogram
             if histogram is None:
                 parts.append(self._of(identity, name, labels).text(family.samples))
             else:
-                buckets = Rows([(bound_text(bound),) for bound in histogram.bounds], histogram.counts)
-                count = Rows([()], [histogram.counts[-1] if histogram.counts else 0])
+                buckets = Rows([(bound_text(bound),) for bound in histogram.bounds], [*map(float, histogram.counts)])
+                count = Rows([()], [float(histogram.counts[-1]) if histogram.counts else 0.0])
                 parts.append(self._of(identity, name + "_bucket", (*labels, "le")).text(buckets))
                 parts.append(self._of(identity, name + "_count", labels).text(count))
                 parts.append(self._of(identity, name + "_sum", labels).text(Rows([()], [histogram.sum])))
-        return "".join(parts)
+        return parts
 
     def _of(self, identity: Identity, name: str, labels: tuple[str, ...]) -> _Lines:
         key = (name, labels, identity.run_id, identity.rank)
@@ -56,13 +56,17 @@ class _Lines:
     """Lines of one sample name, kept with a gap for each value."""
 
     def __init__(self, name: str, names: tuple[str, ...], identity: tuple[str, ...]) -> None:
-        self._name, self._names, self._identity = name, names, identity
+        fixed = dict(zip(names, map(escaped, identity), strict=False))
+        varying = names[len(identity) :]
+        pairs = (f'{label}="{_literal(fixed[label]) if label in fixed else "%s"}"' for label in sorted(names))
+        self._template = f"{name}{{{','.join(pairs)}}} "
+        self._order = [varying.index(label) for label in sorted(varying)]
         self._labels: tuple[Labels, ...] = ()
         self._readings: Sequence[float] = ()
         self._pieces = [""]
-        self._text = ""
+        self._text = b""
 
-    def text(self, rows: Rows) -> str:
+    def text(self, rows: Rows) -> bytes:
         """The lines with these readings."""
         if rows.labels != self._labels:
             self._labels = rows.labels
@@ -71,13 +75,11 @@ class _Lines:
             return self._text  # what is sampled, and most counters, is the same as a scrape ago
         self._readings = rows.readings
         self._pieces[1::2] = _texts(rows.readings)
-        self._text = "".join(self._pieces)
+        self._text = "".join(self._pieces).encode(errors="replace")  # an environment may hold what is no UTF-8
         return self._text
 
     def _prefix(self, values: Labels) -> str:
-        pairs = sorted(zip(self._names, (*self._identity, *values), strict=True))
-        text = ",".join(f'{name}="{escaped(value)}"' for name, value in pairs)
-        return f"{self._name}{{{text}}} "
+        return self._template % tuple([escaped(values[index]) for index in self._order])
 
 
 def _with_gaps(prefixes: Iterable[str]) -> list[str]:
@@ -86,6 +88,10 @@ def _with_gaps(prefixes: Iterable[str]) -> list[str]:
     for prefix in prefixes:
         pieces += [f"\n{prefix}" if pieces else prefix, ""]
     return [*pieces, "\n"] if pieces else [""]
+
+
+def _literal(text: str) -> str:
+    return text.replace("%", "%%")
 
 
 def escaped(text: str) -> str:
@@ -109,20 +115,18 @@ def number_text(value: float) -> str:
 
 
 def _texts(readings: Sequence[float]) -> list[str]:
-    values = list(map(float, readings))
-    if all(map(math.isfinite, values)) and max(values, default=0.0) < 1e6:
-        return list(map(repr, values))  # what number_text would say, in a third of the time
-    return list(map(number_text, values))
+    plain = math.isfinite(sum(readings)) and max(readings, default=0.0) < 1e6
+    return list(map(repr if plain else number_text, readings))  # repr says the same in a third of the time
 
 
-def _heading(spec: MetricSpec, format: Format) -> str:
+def _heading(spec: MetricSpec, format: Format) -> bytes:
     found = _HEADINGS.get((spec.name, format))
     if found is None:
-        found = _HEADINGS[spec.name, format] = _heading_of(spec, format)
+        found = _HEADINGS[spec.name, format] = _heading_of(spec, format).encode()
     return found
 
 
-_HEADINGS: dict[tuple[str, Format], str] = {}
+_HEADINGS: dict[tuple[str, Format], bytes] = {}
 
 
 def _heading_of(spec: MetricSpec, format: Format) -> str:

@@ -22,6 +22,9 @@ _log = logging.getLogger("gradexporter")
 ALTERNATES = 256
 """Ports that are tried after a taken one."""
 
+SEND_BYTES = 262144
+"""What the kernel may hold for a peer that does not read; by itself it would grow to megabytes each."""
+
 JOIN_SECONDS = 5.0
 """How long ``close`` waits for the thread; it never takes more than an answer, but nothing may hang an exit."""
 
@@ -172,6 +175,9 @@ class _Serving:
             lambda: Connection(peers), sock=self.listener, backlog=self._limits.backlog
         )
         await self._stopping.wait()
+        self._loop.remove_reader(self.listener)
+        accepting = asyncio.all_tasks() - {asyncio.current_task()}
+        await asyncio.gather(*accepting, return_exceptions=True)  # asyncio leaks one that is half accepted at close
         server.close()
         for connection in list(peers.open):
             connection.cut()
@@ -181,7 +187,9 @@ class _Serving:
 def _listen(host: str, port: int, backlog: int) -> socket.socket:
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     both = host == "::" and socket.has_dualstack_ipv6()
-    return socket.create_server(address, family=family, backlog=backlog, dualstack_ipv6=both)
+    listener = socket.create_server(address, family=family, backlog=backlog, dualstack_ipv6=both)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BYTES)  # each connection inherits it
+    return listener
 
 
 def _fault(context: dict[str, object]) -> BaseException:
