@@ -169,7 +169,8 @@ class AlertConfig:
     lookback_seconds: int = 600
     """How long an event keeps its alert alive, and how far back a run that is gone is still looked at.
 
-    Covers missed scrapes and a job that died right after the event; raise it if scrapes are minutes apart.
+    Covers missed scrapes and a job that died right after the event; raise it if scrapes are minutes apart, or
+    the clocks of trainers and Prometheus are.
     """
     keep_firing_seconds: int = 120
     """How long an alert outlives its condition, so that a lost scrape does not open an incident twice."""
@@ -325,6 +326,7 @@ def resolve(settings: Mapping[str, Any], environ: Mapping[str, str] | None = Non
 
 def _from_env(environ: Mapping[str, str]) -> dict[str, Any]:
     readers = {ENV_PREFIX + name.upper(): (name, read) for name, (_, _, read) in _SCALARS.items() if read is not None}
+    suffixes = [variable.removeprefix(ENV_PREFIX) for variable in readers]  # with the prefix all names are alike
     found: dict[str, Any] = {}
     for variable, text in environ.items():
         if not variable.startswith(ENV_PREFIX):
@@ -339,8 +341,9 @@ def _from_env(environ: Mapping[str, str]) -> dict[str, Any]:
                 Config(**{name: found[name]})
             except ConfigError as error:
                 raise ConfigError(f"{variable}={text!r} cannot be used: {error}") from None
-        elif near := difflib.get_close_matches(variable, readers, n=1, cutoff=0.85):
-            _log.warning("the environment sets %s, which nothing reads; did you mean %s?", variable, near[0])
+        elif near := difflib.get_close_matches(variable.removeprefix(ENV_PREFIX), suffixes, n=1, cutoff=0.75):
+            meant = ENV_PREFIX + near[0]
+            _log.warning("the environment sets %s, which nothing reads; did you mean %s?", variable, meant)
     return found
 
 

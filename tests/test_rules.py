@@ -636,6 +636,27 @@ def test_the_cascade_page_names_the_layer_that_spiked_most(bench):
     )
 
 
+def test_a_cascade_between_two_scrapes_blames_no_calm_layer(bench):
+    """Every scrape saw layers near their baselines: the largest of them is noise."""
+    bench.expect_text(
+        [cascading(layers={"4": 1.9, "6": 2.2})],
+        NOON,
+        CASCADE,
+        PAGE,
+        texts(
+            CASCADE,
+            "Training is finite but breaking up: a spike has reached the parameters, or a value nears overflow.",
+            "Run run-a in namespace ml, attempt 0, is in a cascade, last at 1970-01-01 00:40:00 +0000 UTC;",
+            "without action non-finite values usually follow within steps.",
+            "No layer stood out at a scrape.",
+            "",
+            "No healthy step is known.",
+            "No clean checkpoint was reported.",
+            "First action: stop the run before it writes another checkpoint.",
+        ),
+    )
+
+
 def test_the_page_of_a_dead_run_says_what_it_died_in(bench):
     run = cascading(gone=NOON + SCRAPE, layers={"6": 53.0}, diagnosis="spike_cascade", last_healthy_step=47)
 

@@ -19,7 +19,11 @@ from gradexporter.records import FindingKind, Severity, State
 
 DASHBOARD_UID = "gradexporter-run"
 
-HEADER = "# Written by `gradexporter bundle` from the catalogue and AlertConfig; edit those.\n"
+HEADER = """\
+# Written by `gradexporter bundle`; do not edit. Other thresholds, routing labels or links:
+#   from gradexporter import bundle, config
+#   bundle.write(Path(), "rules", config.Config(alerts=config.AlertConfig(...)))
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,6 +25,10 @@ STATE = (
 """The state whose code is the alert's value."""
 
 
+NOTEWORTHY = 3
+"""Times its baseline that a layer must be to be named: less is noise, of a layer that was calm when it was scraped."""
+
+
 def first_nonfinite(window: int) -> str:
     """Step, quantity, layer and rank of the earliest non-finite value of any rank."""
     info = _of_attempt(metrics.FIRST_NONFINITE_INFO, window)
@@ -42,10 +46,10 @@ def worst_layer(window: int) -> str:
     """The layer that was furthest above its own baseline, and on which rank."""
     ratio = _of_run(metrics.LAYER_SPIKE_RATIO, window)
     return _about(
-        f"topk(1, max by (rank, layer) (max_over_time({ratio})) > 1)",
+        f"topk(1, max by (rank, layer) (max_over_time({ratio})) > {NOTEWORTHY})",
         'Worst layer: {{ label "layer" . }} on rank {{ label "rank" . }},'
         ' {{ value . | printf "%.3g" }} times its usual gradient norm.',
-        "No layer stands out.",
+        "No layer stood out at a scrape.",
     )
 
 
