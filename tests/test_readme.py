@@ -25,10 +25,18 @@ def blocks(language: str) -> list[str]:
 
 
 def told(text: str) -> list[str]:
-    """What must be the same wherever it is run: steps, states and the summary's own words."""
-    rows = [(line.split()[0], line.split()[-1]) for line in text.splitlines() if re.match(r" *\d+ ", line)]
-    summary = [line for line in text.splitlines() if re.match(r"Flagged|  (first non-finite|lead|shape|last) ", line)]
-    return [" ".join(row) for row in rows] + summary
+    """What must be the same wherever it is run: steps, states, and every word; figures only where they are steps."""
+    lines = []
+    for line in text.splitlines():
+        if re.match(r" *\d+ ", line):
+            lines.append(f"{line.split()[0]} {line.split()[-1]}")
+        elif re.match(r"Flagged|  (first non-finite|lead|shape|last) ", line):
+            lines.append(line)
+        elif line.startswith("run "):
+            lines.append("run ... is served at ...")
+        elif not line.startswith("  gradient norm "):
+            lines.append(re.sub(r"\d[\d.]*(e[+-]?\d+)?", "#", line))
+    return lines
 
 
 @pytest.mark.parametrize("code", blocks("python"))
@@ -56,8 +64,7 @@ def test_the_output_of_the_readme_is_what_the_demo_writes():
     command = [sys.executable, "-m", "gradexporter", "demo", "--port", "0"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
 
-    assert told(done.stdout)
-    assert told(shown) == told(done.stdout)
+    assert told(shown.removeprefix("$ gradexporter demo\n")) == told(done.stdout)
 
 
 @pytest.mark.parametrize("script", sorted((ROOT / "examples").glob("*.py")), ids=lambda script: script.name)

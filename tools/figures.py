@@ -31,7 +31,7 @@ THEMES = {
         "dim": "#656d76",
         "grid": "#e7eaee",
         "lines": ("#0072b2", "#d55e00", "#008060"),
-        State.WARMING_UP: "#b6bec8",
+        State.WARMING_UP: "#8c959f",
         State.HEALTHY: "#2da44e",
         State.SPIKE: "#d4a72c",
         State.CASCADE: "#cf222e",

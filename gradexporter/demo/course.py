@@ -8,7 +8,8 @@ from typing import Any
 
 from gradexporter.records import FindingKind, FirstNonfinite, Severity, Shape, State, StepReport
 
-_CALM = (None, State.WARMING_UP, State.HEALTHY)
+_JUMP = 10.0
+"""How many times as large a gradient must become from one step to the next to be called a jump."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +93,7 @@ class Course:
         self.alarm: StepReport | None = None
         """The report of the first step in state spike or worse."""
         self.jump: Jump | None = None
-        """The last jump out of a calm-looking step while the run was no longer healthy."""
+        """The last jump out of a calm-looking step in state cascade."""
         self._spike_step: int | None = None
         self._cascade_step: int | None = None
 
@@ -108,8 +109,9 @@ class Course:
             self._spike_step, self.alarm = report.step, report
         if self._cascade_step is None and state.code >= State.CASCADE.code:
             self._cascade_step = report.step
-        if before is not None and before.state not in _CALM and _looks_calm(before) and _spikes(report):
-            self.jump = Jump(calm=before, hot=report)
+        if before is not None and before.state is State.CASCADE and _looks_calm(before) and _spikes(report):
+            jump = Jump(calm=before, hot=report)
+            self.jump = jump if jump.factor >= _JUMP else self.jump
         self.last = report
 
     @property

@@ -33,6 +33,8 @@ from gradexporter.demo.words import (
 )
 from gradexporter.records import State, StepReport
 
+_log = logging.getLogger("gradexporter")
+
 _DIM = "bright_black"
 
 _WIDTHS = (5, 9, 9, 9, 10, 9, 9, 10)
@@ -139,7 +141,8 @@ class Screen:
         """The empty screen."""
         self._url = url
         # The screen tells what the log would, and a log line would tear it apart.
-        logging.getLogger("gradexporter").setLevel(logging.ERROR)
+        self._log_level = _log.level
+        _log.setLevel(logging.ERROR)
         self._console.print()
         self._live.start()
 
@@ -152,6 +155,7 @@ class Screen:
     def end(self, course: Course) -> None:
         """Leaves the last frame standing and prints the summary under it."""
         self._live.stop()
+        _log.setLevel(self._log_level)
         text, state = verdict(course)
         table = Table.grid(padding=(0, _GAP, 0, 0))
         for name, fact in facts(course):
