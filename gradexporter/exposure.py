@@ -47,7 +47,7 @@ class View:
 
 
 class Exposure:
-    """Chooses what one endpoint shows; a view depends on the snapshot alone."""
+    """Chooses what one endpoint shows; a view depends on the snapshot alone. Any thread may ask."""
 
     def __init__(self, max_series: int) -> None:
         self._spare = max(LAYER_FAMILIES, max_series - RUN_SERIES)
@@ -79,10 +79,12 @@ class Exposure:
         )
 
     def _rows_of(self, names: tuple[str, ...]) -> tuple[tuple[str], ...]:
-        rows = tuple(zip(names, strict=True))
-        if rows != self._rows:
-            self._rows = rows
-        return self._rows
+        """The same object as long as the names are the same, so that a renderer need not compare them one by one."""
+        rows, known = tuple(zip(names, strict=True)), self._rows
+        if rows == known:
+            return known
+        self._rows = rows
+        return rows
 
     def _names(self, names: tuple[str, ...], most: int) -> _Names:
         known = self._known

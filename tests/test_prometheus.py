@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import platform
-import re
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -169,7 +169,6 @@ def test_a_scrape_is_what_it_was(
 def test_promtool_finds_nothing_to_say(tool: Callable[..., str], snapshot: Snapshot, path: str) -> None:
     failures = Failures()
     page = Pages(lambda: snapshot, 2000, failures).answer(Request("GET", path, {}, True)).body
-    page = re.sub(rb"# (HELP|TYPE) python_info.*\n|python_info.*\n", b"", page)  # prometheus_client's own
     checked = subprocess.run([tool("promtool"), "check", "metrics"], input=page, capture_output=True, check=False)
 
     assert (checked.returncode, checked.stdout, checked.stderr) == (0, b"", b"")
@@ -366,6 +365,18 @@ def test_a_family_that_cannot_be_read_costs_itself_alone() -> None:
     assert "gradexporter_signal_available" not in shown
     assert {"gradexporter_watched_layers", "gradexporter_findings_total"} <= shown
     assert failures.seen == [("endpoint", "RuntimeError('cannot be read')")]
+
+
+def test_layers_that_cannot_be_chosen_from_cost_the_layers_alone() -> None:
+    torn = LayerTable(("a", "a"), {"gradient_norm": (np.ones(1), np.ones(1, dtype=bool))})
+    snapshot = dataclasses.replace(story(), layers=torn)
+    failures = Failures()
+
+    shown = {name for name, _ in page(Pages(lambda: snapshot, 2000, failures), "/metrics")}
+
+    assert "gradexporter_layer_gradient_norm" not in shown
+    assert "gradexporter_findings_total" in shown
+    assert [part for part, _ in failures.seen] == ["endpoint"]
 
 
 # -- cost -------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 
 from gradexporter.exposure import Exposure, View
 from gradexporter.metrics import CATALOG, IDENTITY_LABELS, SERIES, Kind, MetricSpec, Rows, Section, label_names
-from gradexporter.records import Histogram, Snapshot
+from gradexporter.records import Histogram, LayerTable, Snapshot
 
 PART = "endpoint"
 """What a fault of this sink is counted under."""
@@ -54,12 +54,19 @@ class Source:
     def families(self, sections: Collection[Section]) -> tuple[Snapshot, list[Family]]:
         """The snapshot that was read, and its families of these sections in the order of the catalogue."""
         snapshot = self._read()
-        view = self._exposure.view(snapshot)
+        view = self._view(snapshot)
         found = {spec: family for spec in CATALOG if (family := self._family(spec, view)) is not None}
         if SERIES in found:
             exposed = float(sum(family.size for family in found.values()) + 1)
             found[SERIES] = Family(SERIES, found[SERIES].labels, Rows([()], [exposed]))
         return snapshot, [family for spec, family in found.items() if spec.section in sections]
+
+    def _view(self, snapshot: Snapshot) -> View:
+        try:
+            return self._exposure.view(snapshot)
+        except Exception as error:
+            self._on_failure(PART, error)
+            return View(snapshot=snapshot, layers=LayerTable(), layer_totals=LayerTable())
 
     def _family(self, spec: MetricSpec, view: View) -> Family | None:
         try:
