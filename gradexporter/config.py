@@ -38,7 +38,7 @@ class JudgeConfig:
     warmup_steps: int = 10
     """Steps before a baseline is trusted. A median is kept over them, so ten suffice; raise it for runs whose
     first steps are wild."""
-    warmup_readings: int = 3
+    warmup_readings: int = 2
     """Readings that a baseline needs besides, for series that are sampled every few steps."""
     warmup_jump_decades: float = 1.5
     """Decades above the median so far at which a reading is odd even in warm-up, and not learned."""
@@ -88,8 +88,9 @@ class JudgeConfig:
     """Decades above its baseline at which momentum, second moment or update may have jumped ..."""
     jump_rise_decades: float = 0.5
     """... if it also rose by this much since the reading before; a slow rise is growth."""
-    loss_spike_decades: float = 1.0
-    """Decades above its baseline at which one loss is a spike."""
+    loss_spike_decades: float = 1.5
+    """Decades above its baseline at which one loss is a spike by itself: thirty times. Below that an outlier whose
+    gradient stays calm harms nothing."""
     loss_rise_decades: float = 0.5
     """Decades above its baseline that are a spike if the loss stays there."""
     loss_rise_steps: int = 5
@@ -110,8 +111,12 @@ class JudgeConfig:
     """Share of the weights' norm below which an update changes nothing in single precision."""
     stalled_rate_share: float = 0.01
     """Share of the largest learning rate so far below which small updates are the schedule's doing."""
+    stalled_cut_decades: float = 3.0
+    """Decades by which no schedule cuts a learning rate in one step; a restart with the wrong one does."""
     dead_steps: int = 10
     """Steps running with a gradient of exactly zero after which a layer is dead."""
+    dead_branch_steps: int = 100
+    """The same for a layer that others get around, such as an expert that no token was sent to for a while."""
     vanishing_decades: float = 4.0
     """Decades of the first layer's gradient norm below the largest layer's at which it vanishes; healthy models
     keep within three."""
@@ -125,8 +130,6 @@ class JudgeConfig:
     """Steps that a loss must swing without falling; shorter swings end by themselves."""
     oscillation_update_ratio: float = 0.01
     """Smoothed share of the weights' norm above which updates are large; healthy runs stay below 0.008."""
-    oscillation_loss_share: float = 0.5
-    """Share of the first losses above which the loss does not fall."""
     oscillation_swing_decades: float = 0.05
     """Smoothed decades by which the loss swings from step to step: an eighth, up or down."""
     oscillation_tau_steps: float = 16.0
