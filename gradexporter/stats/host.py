@@ -92,7 +92,7 @@ def measure(tensors: Sequence[Tensor], layout: Layout | None = None, *, norms: b
 
 def _row_norms(rows: Tensor) -> Tensor:
     """L2 norm of each row; tiny ones are scaled up first, in place, for their squares underflow."""
-    norms = torch.linalg.vector_norm(rows, dim=1)
+    norms: Tensor = torch.linalg.vector_norm(rows, dim=1)
     tiny = norms < _SMALLEST_SQUARE_SAFE
     if bool(tiny.any()):
         scaled = torch.linalg.vector_norm(rows.mul_(2.0**64), dim=1).double() * 2.0**-64
@@ -162,7 +162,8 @@ def _ratio_norm(first: Tensor, second: Tensor, eps: float) -> float:
     """L2 norm of ``first / (sqrt(second) + eps)``, in pieces that fit the scratch memory."""
     scratch = torch.empty(min(first.numel(), _SCRATCH_NUMEL), dtype=first.dtype)
     squares = 0.0
-    pieces = zip(first.reshape(-1).split(_SCRATCH_NUMEL), second.reshape(-1).split(_SCRATCH_NUMEL), strict=True)
+    flat = first.reshape(-1), second.reshape(-1)
+    pieces = zip(*(torch.split(each, _SCRATCH_NUMEL) for each in flat), strict=True)
     for moment, square in pieces:
         piece = scratch[: moment.numel()]
         torch.sqrt(square, out=piece).add_(eps)
