@@ -53,6 +53,8 @@ class Pending:
     """Whether the gradients still carried the loss scale when they were measured."""
     reference: int = -1
     """Position of the parameter that was read again before the update, for the clip factor."""
+    stream: torch.cuda.Stream | None = None
+    """Where the results were computed; the step may be sealed by a thread with another current stream."""
     copy: tuple[Tensor, torch.cuda.Event] | None = None
 
 
@@ -68,14 +70,26 @@ class Plan:
     """For each parameter the position of its layer in ``layers``."""
 
 
+def closed_on(pending: Pending) -> None:
+    """Notes the stream that the results of a closing step are computed on; without a device it does nothing."""
+    places = [value for value in _device_values(pending) if value.device.type == "cuda"]
+    if places:
+        pending.stream = torch.cuda.current_stream(places[0].device)
+
+
 def pack(pending: Pending) -> None:
     """Starts the copy of everything that lies on a device; without a device it does nothing.
 
-    On the trainer thread, without waiting: one flat float64 buffer, one copy to pinned memory, one event.
+    Does not wait: one flat float64 buffer, one copy to pinned memory, one event.
     """
-    places = [value for value in _device_values(pending) if value.device.type == "cuda"]
-    if not places:
+    if pending.stream is None:
         return
+    with torch.cuda.stream(pending.stream):
+        _start_copy(pending)
+
+
+def _start_copy(pending: Pending) -> None:
+    places = [value for value in _device_values(pending) if value.device.type == "cuda"]
     home = places[0].device
     flat = torch.cat([value.detach().reshape(-1).to(home, torch.float64, non_blocking=True) for value in places])
     landed = torch.empty(flat.shape, dtype=torch.float64, pin_memory=True)

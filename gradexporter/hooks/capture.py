@@ -24,7 +24,7 @@ from gradexporter.fence import Fence
 from gradexporter.hooks import points, scaler
 from gradexporter.hooks.cadence import Cadence
 from gradexporter.hooks.layers import Layer, find_layers
-from gradexporter.readback import Number, Pending, Plan, pack
+from gradexporter.readback import Number, Pending, Plan, closed_on, pack
 
 Method = TypeVar("Method", bound=Callable[..., None])
 
@@ -358,6 +358,7 @@ class Capture:
         self._next += 1
         self._closed_before = now
         self._full_activations = self._cadence.full("activation", self._next)
+        closed_on(pending)
         self._closed = pending
 
     def _close_numbers(self, watched: Watched, pending: Pending) -> None:
