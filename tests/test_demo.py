@@ -215,6 +215,12 @@ def test_several_runs_end_in_a_table_and_a_count():
     assert count == "1 of 2 runs went non-finite."
 
 
+def test_a_series_of_runs_keeps_the_log_out_of_its_table(caplog):
+    told("spike_cascade", terminal=False, seeds=(1,), series=True)
+
+    assert caplog.messages == []
+
+
 def test_json_prints_one_object_and_nothing_else(capsys):
     assert main(["demo", "--json", "--scenario", "nan_from_start", "--steps", "3", "--port", "0"]) == 0
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 import signal
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, NoReturn
@@ -59,14 +60,16 @@ def play(options: Options, out: Console, err: Console) -> int:
     if resolve({}).disabled:
         raise ConfigError("GRADEXPORTER_DISABLED is set, so the demo would have nothing to show; unset it")
     scenario = SCENARIOS[options.scenario]
-    with _signals():
-        return _several(options, scenario, out, err) if options.series else _one(options, scenario, out, err)
+    watched = live(out) and not options.as_json and not options.series
+    with _signals(), _quiet_log() if watched or options.series else nullcontext():
+        if options.series:
+            return _several(options, scenario, out, err)
+        return _one(options, scenario, out, err, watched)
 
 
-def _one(options: Options, scenario: Scenario, out: Console, err: Console) -> int:
+def _one(options: Options, scenario: Scenario, out: Console, err: Console, watched: bool) -> int:
     seed = options.seeds[0]
     steps = options.steps or scenario.steps
-    watched = not options.as_json and live(out)
     view: View = Silent() if options.as_json else (Screen if watched else Plain)(out, scenario, seed, steps)
     pace = options.step_seconds
     if pace is None:
@@ -175,3 +178,15 @@ def _signals() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def _quiet_log() -> Iterator[None]:
+    """Leaves the verdicts out of the log: a live screen tells them, and of several runs nobody knew whose they are."""
+    log = logging.getLogger("gradexporter")
+    before = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(before)

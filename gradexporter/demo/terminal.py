@@ -5,7 +5,6 @@ Both tell the same story from the same reports; only the live screen uses contro
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -32,8 +31,6 @@ from gradexporter.demo.words import (
     verdict,
 )
 from gradexporter.records import State, StepReport
-
-_log = logging.getLogger("gradexporter")
 
 _DIM = "bright_black"
 
@@ -140,9 +137,6 @@ class Screen:
     def begin(self, url: str | None, run_id: str) -> None:
         """The empty screen."""
         self._url = url
-        # The screen tells what the log would, and a log line would tear it apart.
-        self._log_level = _log.level
-        _log.setLevel(logging.ERROR)
         self._console.print()
         self._live.start()
 
@@ -155,7 +149,6 @@ class Screen:
     def end(self, course: Course) -> None:
         """Leaves the last frame standing and prints the summary under it."""
         self._live.stop()
-        _log.setLevel(self._log_level)
         text, state = verdict(course)
         table = Table.grid(padding=(0, _GAP, 0, 0))
         for name, fact in facts(course):
@@ -174,10 +167,10 @@ class Screen:
 
     def _frame(self, course: Course) -> RenderableType:
         width = min(self._console.width - 2 * _GAP, 92)
-        title = Text.assemble(("gradexporter", "bold"), f"  {self._scenario.name}, seed {self._seed}")
-        parts: list[RenderableType] = [title, Text(self._scenario.story, style=_DIM)]
+        title = _line(("gradexporter", "bold"), f"  {self._scenario.name}, seed {self._seed}")
+        parts: list[RenderableType] = [title, _line((self._scenario.story, _DIM))]
         if self._url is not None:
-            parts.append(Text.assemble(("serving ", _DIM), (f"{self._url}/metrics", "cyan underline")))
+            parts.append(_line(("serving ", _DIM), (f"{self._url}/metrics", "cyan underline")))
         parts += [Text(), self._table(width), Text(), *self._spark(course, width), Text(), *_turns(course)]
         return _indented(Group(*parts))
 
@@ -203,8 +196,8 @@ class Screen:
         drawn = sparkline(course.norms, most, _unicode(self._console))
         to_come = "." if self._console.options.ascii_only else "·"
         room = max(0, min(most, self._steps) - len(drawn))
-        yield Text.assemble(("norm  ", _DIM), drawn, (to_come * room, _DIM))
-        yield Text(f"      step {course.steps} of {self._steps}; one bar is half a decade", style=_DIM)
+        yield _line(("norm  ", _DIM), drawn, (to_come * room, _DIM))
+        yield _line((f"      step {course.steps} of {self._steps}; one bar is half a decade", _DIM))
 
 
 def outcomes_table(console: Console, outcomes: Sequence[Outcome]) -> None:
@@ -246,9 +239,14 @@ def loading(console: Console, what: str) -> AbstractContextManager[object]:
 def _turns(course: Course) -> Iterator[Text]:
     for turn in course.turns[-_TURNS_SHOWN:]:
         state = f"{turn.report.state or '':<12}"
-        yield Text.assemble((f"step {turn.report.step:>4}  ", _DIM), (state, _style(turn.report)), told(turn.report))
+        yield _line((f"step {turn.report.step:>4}  ", _DIM), (state, _style(turn.report)), told(turn.report))
     for _ in range(_TURNS_SHOWN - 1 - len(course.turns)):
         yield Text()
+
+
+def _line(*parts: str | Text | tuple[str, str]) -> Text:
+    """Text that is cut rather than wrapped: the height of the screen must not depend on it."""
+    return Text.assemble(*parts, no_wrap=True, overflow="ellipsis")
 
 
 def _columns_that_fit(width: int) -> list[int]:
