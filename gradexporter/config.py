@@ -130,6 +130,8 @@ class JudgeConfig:
     """Steps that a loss must swing without falling; shorter swings end by themselves."""
     oscillation_update_ratio: float = 0.01
     """Smoothed share of the weights' norm above which updates are large; healthy runs stay below 0.008."""
+    oscillation_loss_share: float = 0.5
+    """Share of the first losses above which a loss that swings leads nowhere."""
     oscillation_swing_decades: float = 0.05
     """Smoothed decades by which the loss swings from step to step: an eighth, up or down."""
     oscillation_tau_steps: float = 16.0
@@ -143,7 +145,7 @@ class JudgeConfig:
     excursion_far_decades: float = 1.477
     """Decades above its baseline, thirty times, at which a value counts towards an explosion ..."""
     exploding_steps: int = 16
-    """... which more than this many such steps in a row are, however it began."""
+    """... which this many such steps in a row are, however it began."""
     excursion_pause_steps: int = 8
     """Steps without anything odd that an excursion may pause."""
     exploding_drift_decades: float = 1.0

@@ -127,7 +127,8 @@ class Baselines:
         series, u = series[~odd], u[~odd]
         self._readings[np.minimum(self._count[series], config.warmup_steps - 1), series] = u
         self._count[series] += 1
-        middle = (np.minimum(self._count[series], config.warmup_steps) - 1) // 2
+        middle = np.minimum(self._count[series], config.warmup_steps) // 2
+        middle = np.minimum(middle, self._count[series] - 1)
         ordered = np.sort(self._readings[:, series], axis=0)
         self._mean[series] = self._top[series] = ordered[middle, np.arange(len(series))]
 
@@ -174,10 +175,10 @@ class Baselines:
         index = _INDEX[series]
         return 10.0 ** float(self._base[index]) if self._count[index] else None
 
-    def drift(self, series: str) -> float:
-        """log10 of the level that a run-level baseline follows, without floor; NaN before its first reading."""
+    def level(self, series: str) -> float:
+        """log10 of the baseline of a run-level series; NaN before its first reading."""
         index = _INDEX[series]
-        return float(self._mean[index]) if self._count[index] else math.nan
+        return float(self._base[index]) if self._count[index] else math.nan
 
     def is_warm(self, series: str) -> bool:
         """Whether the baseline of a run-level series is past its warm-up."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 from gradexporter.config import JudgeConfig
-from gradexporter.detect.nonfinite import nonfinite_quantities
 from gradexporter.detect.step import Episode, Step
 from gradexporter.records import Finding, FindingKind, Quantity
 
@@ -17,7 +16,7 @@ class InputNonfinite:
         self._episode = Episode(config, FindingKind.INPUT_NONFINITE)
 
     def __call__(self, step: Step) -> Finding | None:
-        holds = Quantity.INPUT in nonfinite_quantities(step.report)
+        holds = Quantity.INPUT in step.nonfinite
         if not self._episode.reports(step, holds):
             return None
         count = step.report.nonfinite.get(Quantity.INPUT.value)

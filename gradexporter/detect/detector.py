@@ -9,6 +9,7 @@ from gradexporter.config import JudgeConfig
 from gradexporter.detect.baseline import Baselines
 from gradexporter.detect.causes import InputNonfinite, InputOutOfRange, LearningRateJump
 from gradexporter.detect.headroom import Forecast, headrooms
+from gradexporter.detect.nonfinite import nonfinite_quantities
 from gradexporter.detect.progress import Progress
 from gradexporter.detect.step import NEVER, Rule, Step
 from gradexporter.detect.stuck import DeadLayer, Oscillation, ScaleCollapse, StalledUpdates, VanishingGradient
@@ -62,12 +63,13 @@ class Detector:
             GradientCascade(config),
             GradientSpike(config),
         )
-        self._scale = ScaleCollapse(config)
-        self._quiet: tuple[Rule, ...] = (
+        self._causes: tuple[Rule, ...] = (
             InputNonfinite(config),
             InputOutOfRange(config),
             LearningRateJump(config),
-            self._scale,
+            ScaleCollapse(config),
+        )
+        self._quiet: tuple[Rule, ...] = (
             GradientGrowth(config),
             ActivationGrowth(config),
             Jump(config, FindingKind.OPTIMIZER_STATE_JUMP, "momentum_max_abs", "second_moment_max_abs"),
@@ -90,17 +92,18 @@ class Detector:
             number=self.number,
             headrooms=headrooms(report),
             progress=self.progress,
+            nonfinite=nonfinite_quantities(report),
         )
-        for rule in self._loud:
-            if finding := rule(step):
-                step.findings.append(finding)
+        self._apply(self._loud, step)
         state = self._state(step.findings)
+        if state is State.NONFINITE:
+            del step.findings[1:]  # NaN explains them all
         if state is not None:
             self._last_loud = self.number
-        step.quiet = self.number - self._last_loud >= self._config.clean_steps
-        for rule in self._quiet:
-            if finding := rule(step):
-                step.findings.append(finding)
+        step.quiet = self.number - self._last_loud >= self._config.tau_steps
+        self._apply(self._causes, step)
+        if state is not State.NONFINITE:
+            self._apply(self._quiet, step)
         forecasts = [
             self._forecasts.setdefault(headroom.series, Forecast()).steps(headroom, report.step)
             for headroom in step.headrooms
@@ -112,6 +115,12 @@ class Detector:
             warm=self._is_warm(),
             steps_to_overflow=min(forecasts, default=None),
         )
+
+    @staticmethod
+    def _apply(rules: tuple[Rule, ...], step: Step) -> None:
+        for rule in rules:
+            if finding := rule(step):
+                step.findings.append(finding)
 
     @staticmethod
     def _state(findings: list[Finding]) -> State | None:

@@ -54,8 +54,10 @@ class Step:
     """How many steps have been judged, this one included."""
     headrooms: list[Headroom]
     progress: Progress
+    nonfinite: tuple[Quantity, ...]
+    """What is not finite, in execution order."""
     quiet: bool = True
-    """No spike, cascade or worse stands: what merely follows from one is not reported beside it."""
+    """No finding moved the state within the memory of a baseline: what may merely follow from one can be reported."""
     findings: list[Finding] = field(default_factory=list)
     """What the rules before this one found."""
     standing: set[FindingKind] = field(default_factory=set)

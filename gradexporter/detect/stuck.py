@@ -13,8 +13,8 @@ from gradexporter.config import JudgeConfig
 from gradexporter.detect.headroom import is_size
 from gradexporter.detect.nonfinite import execution_order, producer
 from gradexporter.detect.progress import Smooth
-from gradexporter.detect.step import NEVER, Episode, Step
-from gradexporter.records import Finding, FindingKind, Mask, Quantity, Values
+from gradexporter.detect.step import Episode, Step
+from gradexporter.records import Finding, FindingKind, Mask, Quantity
 
 
 class ScaleCollapse:
@@ -49,27 +49,25 @@ class ScaleCollapse:
 class StalledUpdates:
     """Updates that change nothing though gradient and learning rate are there, for many steps.
 
-    Exactly zero is a stall whatever the loss; next to nothing is one only while the loss has not fallen
-    and the rate is what it was, so that neither warm-up, nor the end of a schedule, nor a converged run is.
+    Exactly zero is a stall whatever the loss; next to nothing is one only while the loss has not fallen.
+    A rate that is zero or has sunk to almost nothing is the schedule's doing, unless it fell there in one step.
     """
 
     def __init__(self, config: JudgeConfig) -> None:
         self._config = config
         self._largest_rate = 0.0
+        self._last_rate = 0.0
+        self._is_cut = False
         self._since: int | None = None
         self._readings = 0
         self._episode = Episode(config, FindingKind.STALLED_UPDATES)
 
     def __call__(self, step: Step) -> Finding | None:
         config, report = self._config, step.report
-        rate, update = report.learning_rate, report.update_ratio
-        if rate is not None and math.isfinite(rate):
-            self._largest_rate = max(self._largest_rate, rate)
-        if report.applied is False or update is None:
+        self._follow(report.learning_rate)
+        if report.applied is False or report.update_ratio is None:
             return None
-        still = update == 0 or (0 < update < config.stalled_update_ratio and step.progress.share > _CONVERGED_SHARE)
-        driven = rate is None or rate > config.stalled_rate_share * self._largest_rate
-        if not (still and driven and is_size(report.gradient_norm)):
+        if not (self._is_still(step, report.update_ratio) and is_size(report.gradient_norm)):
             self._since, self._readings = None, 0
             return None
         if self._since is None:
@@ -80,6 +78,26 @@ class StalledUpdates:
             return None
         return step.found(FindingKind.STALLED_UPDATES, "update_ratio")
 
+    def _follow(self, rate: float | None) -> None:
+        if not is_size(rate):
+            self._last_rate = self._last_rate if rate is None else 0.0
+            return
+        cut = 10**-self._config.stalled_cut_decades
+        self._is_cut = rate < self._last_rate * cut or (self._is_cut and rate < self._largest_rate * cut)
+        self._largest_rate = max(self._largest_rate, rate)
+        self._last_rate = rate
+
+    def _is_still(self, step: Step, update: float) -> bool:
+        config, rate = self._config, step.report.learning_rate
+        if rate is not None and not rate > 0:
+            return False
+        unconverged = step.progress.share > _CONVERGED_SHARE
+        if self._is_cut:
+            return unconverged
+        if rate is not None and rate < config.stalled_rate_share * self._largest_rate:
+            return False
+        return update == 0 or (0 < update < config.stalled_update_ratio and unconverged)
+
 
 _CONVERGED_SHARE = 0.1
 """A loss below this share of the first ones is taken as converged."""
@@ -88,8 +106,9 @@ _CONVERGED_SHARE = 0.1
 class DeadLayer:
     """A layer whose gradient is exactly zero, step after step, while the run still has something to learn.
 
-    It must have had a gradient before, or have only layers without one in front of it: a branch that
-    the loss never used is not dead.
+    A layer counts at once if nothing in front of it has a gradient either, since nothing passes a dead
+    layer, or if its activations are all zero too. Any other must have had a gradient before, and be
+    without for long: a branch that the loss does not use now and then is not dead.
     """
 
     def __init__(self, config: JudgeConfig) -> None:
@@ -97,6 +116,7 @@ class DeadLayer:
         self._names: tuple[str, ...] = ()
         self._running = np.zeros(0, dtype=np.int64)
         self._alive = np.zeros(0, dtype=bool)
+        self._off = np.zeros(0, dtype=bool)
         self._episode = Episode(config, FindingKind.DEAD_LAYER)
 
     def __call__(self, step: Step) -> Finding | None:
@@ -107,31 +127,35 @@ class DeadLayer:
         if table.names is not self._names and table.names != self._names:
             self._running = np.zeros(len(table), dtype=np.int64)
             self._alive = np.zeros(len(table), dtype=bool)
+            self._off = np.zeros(len(table), dtype=bool)
         self._names = table.names
-        dead = self._dead(*column, execution_order(table), self._learning(step))
-        if not self._episode.reports(step, len(dead) > 0):
-            return None
-        return step.finding(FindingKind.DEAD_LAYER, Quantity.GRADIENT, layer=table.names[dead[0]], value=0.0)
-
-    def _dead(self, values: Values, observed: Mask, order: Values, learning: bool) -> list[int]:
-        """The dead layers from the input on."""
+        values, observed = column
         zero = observed & (values == 0)
-        self._alive |= observed & ~zero
+        learning = is_size(step.report.gradient_norm) or is_size(step.report.loss)
         if not (learning and zero.any()):
             self._running[:] = 0
-            return []
-        self._running = np.where(zero & ~np.isnan(order), self._running + 1, 0)
-        long = self._running >= self._config.dead_steps
-        if not long.any():
-            return []
-        # Nothing passes a dead layer, so that what lies in front of it has no gradient either.
-        first_fed = np.where(observed & ~zero & ~np.isnan(order), order, np.inf).min()
-        dead = np.flatnonzero(long & (self._alive | (order < first_fed)))
-        return [int(index) for index in dead[np.argsort(order[dead])]]
+            self._alive |= observed & ~zero
+            return None
+        layer = self._first_dead(step, zero, observed & ~zero)
+        if not self._episode.reports(step, layer is not None):
+            return None
+        return step.finding(FindingKind.DEAD_LAYER, Quantity.GRADIENT, layer=layer, value=0.0)
 
-    @staticmethod
-    def _learning(step: Step) -> bool:
-        return is_size(step.report.gradient_norm) or is_size(step.report.loss)
+    def _first_dead(self, step: Step, zero: Mask, fed: Mask) -> str | None:
+        table, config = step.report.layers, self._config
+        order = execution_order(table)
+        ran = ~np.isnan(order)
+        self._alive |= fed
+        self._running = np.where(zero & ran, self._running + 1, 0)
+        zeros = table.column("activation_zero_ratio")
+        if zeros is not None:
+            self._off = np.where(zeros[1], zeros[0] >= 1, self._off)
+        if not (self._running >= config.dead_steps).any():
+            return None
+        in_front = order < np.where(fed & ran, order, np.inf).min()
+        branch = self._alive & (self._running >= config.dead_branch_steps)
+        dead = ((self._running >= config.dead_steps) & (in_front | self._off)) | branch
+        return table.names[int(np.argmin(np.where(dead, order, np.inf)))] if dead.any() else None
 
 
 class VanishingGradient:
@@ -179,25 +203,28 @@ class Oscillation:
     def __init__(self, config: JudgeConfig) -> None:
         self._config = config
         self._update = Smooth(config.oscillation_tau_steps)
-        self._since = NEVER
+        self._since: int | None = None
+        self._share = math.nan
         self._episode = Episode(config, FindingKind.OSCILLATION)
 
     def __call__(self, step: Step) -> Finding | None:
-        config, progress = self._config, step.progress
+        config, progress, number = self._config, step.progress, step.report.step
         if step.observed("update_ratio") and (update := step.report.update_ratio) is not None:
-            self._update.add(update, step.report.step)
+            self._update.add(update, number)
         swings = (
             self._update.value > config.oscillation_update_ratio
             and progress.share > config.oscillation_loss_share
             and progress.swing_decades > config.oscillation_swing_decades
         )
         if not swings:
-            self._since = NEVER
-        elif self._since == NEVER:
-            self._since = step.report.step
-        lasts = self._since != NEVER and step.report.step - self._since >= config.oscillation_steps
+            self._since = None
+        elif self._since is None or progress.share < _STILL_FALLING * self._share:
+            self._since, self._share = number, progress.share
+        lasts = self._since is not None and number - self._since >= config.oscillation_steps
         if not self._episode.reports(step, lasts, silent=not step.quiet):
             return None
-        return step.finding(
-            FindingKind.OSCILLATION, Quantity.LOSS, value=step.report.loss, baseline=step.baselines.usual("loss")
-        )
+        return step.found(FindingKind.OSCILLATION, "loss")
+
+
+_STILL_FALLING = 0.9
+"""A loss that lost a tenth since it began to swing gets somewhere all the same."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 
 from gradexporter.config import JudgeConfig
-from gradexporter.detect.nonfinite import first_nonfinite, nonfinite_quantities
+from gradexporter.detect.nonfinite import first_nonfinite
 from gradexporter.detect.progress import Smooth
 from gradexporter.detect.step import NEVER, Episode, Step
 from gradexporter.records import Finding, FindingKind, Quantity, Severity
@@ -18,7 +18,7 @@ class Nonfinite:
     """Loss, activation, parameter or optimizer state that is not finite, or an applied gradient."""
 
     def __call__(self, step: Step) -> Finding | None:
-        first = first_nonfinite(step.report, nonfinite_quantities(step.report))
+        first = first_nonfinite(step.report, step.nonfinite)
         if first is None:
             return None
         return step.finding(FindingKind.NONFINITE, first.quantity, layer=first.layer)
@@ -62,12 +62,14 @@ class GradientSpike:
 
     def __init__(self, config: JudgeConfig) -> None:
         self._config = config
+        self._episode = Episode(config, FindingKind.GRADIENT_SPIKE)
 
     def __call__(self, step: Step) -> Finding | None:
         if step.deviation("gradient_norm") > self._config.spike_decades:
             return step.found(FindingKind.GRADIENT_SPIKE, "gradient_norm", layer=step.oddest("gradient_norm"))
         deviation = step.layer_deviation("gradient_norm")
-        if deviation is None or not (deviation > self._config.spike_decades).any():
+        odd = deviation is not None and bool((deviation > self._config.spike_decades).any())
+        if not self._episode.reports(step, odd):
             return None
         layer = step.oddest("gradient_norm")
         assert layer is not None

@@ -72,7 +72,8 @@ class Incident:
             return self._excursion_shape(trail, config, half)
         if trail.batch_near(trail.number) is not None and found.quantity is Quantity.ACTIVATION:
             return Shape.HALF_PRECISION_OVERFLOW if half else Shape.BAD_BATCH
-        if trail.headroom_decades < config.near_limit_decades:
+        early = trail.number <= config.warmup_steps and trail.early_decades > config.warmup_jump_decades
+        if early or trail.headroom_decades < config.near_limit_decades:
             return Shape.HALF_PRECISION_OVERFLOW if half else Shape.EXPLODING_GRADIENT
         return Shape.UNDEFINED_OPERATION
 
@@ -93,7 +94,7 @@ class Incident:
         assert excursion is not None
         if trail.batch_near(excursion.number) is not None:
             return Shape.BAD_BATCH
-        if excursion.longest > config.exploding_steps or excursion.drift_decades >= config.exploding_drift_decades:
+        if excursion.longest >= config.exploding_steps or excursion.drift_decades >= config.exploding_drift_decades:
             return Shape.HALF_PRECISION_OVERFLOW if half else Shape.EXPLODING_GRADIENT
         return Shape.SPIKE_CASCADE
 

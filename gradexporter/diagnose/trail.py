@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from gradexporter.config import JudgeConfig
 from gradexporter.detect import Detection, Step
+from gradexporter.detect.headroom import is_size
 from gradexporter.records import Finding, FindingKind
 
 _SERIES = ("gradient_norm", "activation_max_abs", "momentum_max_abs")
@@ -42,7 +43,10 @@ class Trail:
     """The latest jump of the learning rate, likewise."""
     headroom_decades: float = math.inf
     """Smallest headroom of the latest step that was finite."""
+    early_decades: float = 0.0
+    """Decades that something had risen above its lowest reading while there were no baselines yet."""
     lows: dict[str, float] = field(default_factory=dict)
+    early_lows: dict[str, float] = field(default_factory=dict)
 
     def observe(self, detection: Detection) -> None:
         """Takes one more step in."""
@@ -56,7 +60,17 @@ class Trail:
         if FindingKind.NONFINITE in kinds:
             return
         self.headroom_decades = min((headroom.decades for headroom in step.headrooms), default=math.inf)
+        if step.number <= self.config.warmup_steps:
+            self._follow_start(step)
         self._follow(step)
+
+    def _follow_start(self, step: Step) -> None:
+        for series in (*_SERIES, "loss"):
+            value = getattr(step.report, series)
+            if is_size(value):
+                low = min(self.early_lows.get(series, math.inf), math.log10(value))
+                self.early_lows[series] = low
+                self.early_decades = max(self.early_decades, math.log10(value) - low)
 
     def _follow(self, step: Step) -> None:
         drift = self._drift(step)
@@ -78,7 +92,7 @@ class Trail:
         drifts = [0.0]
         for series in _SERIES:
             if step.baselines.is_warm(series):
-                level = step.baselines.drift(series)
+                level = step.baselines.level(series)
                 self.lows[series] = min(self.lows.get(series, level) + self.config.drift_forget_decades, level)
                 drifts.append(level - self.lows[series])
         return max(drifts)
