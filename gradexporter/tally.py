@@ -25,6 +25,7 @@ from gradexporter.records import (
     Mask,
     Quantity,
     SelfStats,
+    Severity,
     Snapshot,
     StepReport,
     Values,
@@ -118,7 +119,7 @@ class Tally:
             steps_skipped=before.steps_skipped + (not applied),
             step_seconds=before.step_seconds + (report.step_seconds or 0.0),
             clipped_steps=before.clipped_steps + clipped,
-            findings=_counted(before.findings, {finding.kind for finding in report.findings}),
+            findings=_counted(before.findings, _kinds(report)),
             last_findings=_last_findings(before, report, now),
             nonfinite_steps=_counted(before.nonfinite_steps, _nonfinite(report)),
             gradient_norm_peak=self._norm_peak.add(report.gradient_norm, now),
@@ -270,12 +271,22 @@ def _counted(counts: Mapping[_What, int], happened: set[_What]) -> Mapping[_What
     return {what: count + (what in happened) for what, count in counts.items()}
 
 
+def _kinds(report: StepReport) -> set[FindingKind]:
+    """Kinds of the step's findings, without a single layer's spike: alerts on these series are about the run."""
+    return {
+        finding.kind
+        for finding in report.findings
+        if finding.kind is not FindingKind.GRADIENT_SPIKE or finding.severity is not Severity.INFO
+    }
+
+
 def _last_findings(before: Snapshot, report: StepReport, now: float) -> Mapping[FindingKind, LastFinding]:
-    if not report.findings:
+    kinds = _kinds(report)
+    if not kinds:
         return before.last_findings
     when = now if report.timestamp is None else report.timestamp
     last = LastFinding(step=report.step, timestamp=when)
-    return {**before.last_findings, **{finding.kind: last for finding in report.findings}}
+    return {**before.last_findings, **dict.fromkeys(kinds, last)}
 
 
 def _nonfinite(report: StepReport) -> set[Quantity]:
