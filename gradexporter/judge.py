@@ -6,6 +6,8 @@ The one entry that the monitor, replays and tests use; torch is not needed.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -16,9 +18,9 @@ from gradexporter.records import FirstNonfinite, LayerTable, State, StepReport
 
 
 class Judge:
-    """Judges the steps of one run, in order; keeps baselines, never reports.
+    """Judges the steps of one run, one call a step and in order; keeps baselines, never reports.
 
-    Each optimizer of the run is judged against baselines of its own.
+    Each optimizer of the run is judged against baselines of its own. Used by one thread.
     """
 
     def __init__(self, config: JudgeConfig | Config | None = None) -> None:
@@ -27,13 +29,29 @@ class Judge:
         self._first_nonfinite: FirstNonfinite | None = None
 
     def __call__(self, report: StepReport) -> StepReport:
-        """The report with state, findings, diagnosis and everything else that a judge sets."""
+        """The report with its state, findings, diagnosis and everything else that a judge sets."""
         track = self._tracks.get(report.optimizer)
         if track is None:
             track = self._tracks[report.optimizer] = _Track(self._config)
         judged = track.judge(report, self._first_nonfinite)
         self._first_nonfinite = judged.first_nonfinite
         return judged
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a continued run is judged by, in plain Python, to be saved with a checkpoint."""
+        return {"version": 1, "optimizers": {str(index): track.state_dict() for index, track in self._tracks.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues with saved baselines: without warm-up, and what is odd at once is the restart's doing.
+
+        Raises ValueError for a state that no ``state_dict()`` of this version has written.
+        """
+        if state.get("version") != 1:
+            raise ValueError(f"cannot load a judge's state of version {state.get('version')!r}: 1 is known")
+        self._tracks = {}
+        for index, saved in state["optimizers"].items():
+            self._tracks[int(index)] = _Track(self._config)
+            self._tracks[int(index)].load_state_dict(saved)
 
 
 class _Track:
@@ -43,40 +61,53 @@ class _Track:
         self._config = config
         self._detector = Detector(config)
         self._diagnoser = Diagnoser(config)
-        self._last_odd: dict[State, int] = {}
+        self._odd: dict[State, int] = {}
+        self._state = State.WARMING_UP
         self._last_healthy: int | None = None
 
     def judge(self, report: StepReport, first: FirstNonfinite | None) -> StepReport:
         detection = self._detector(report)
-        step, number = detection.step, detection.step.number
-        if detection.state is not None:
-            self._last_odd[detection.state] = number
-        state = self._state(detection)
-        if state is State.HEALTHY:
+        step, baselines = detection.step, self._detector.baselines
+        self._state = self._next_state(detection)
+        if self._state is State.HEALTHY:
             self._last_healthy = report.step
-        if first is None and detection.state is State.NONFINITE:
-            found = detection.findings[0]
-            first = FirstNonfinite(step=report.step, layer=found.layer or "", quantity=found.quantity)
-        baselines = self._detector.baselines
+        warm = baselines.is_warm("gradient_norm")
         return dataclasses.replace(
             report,
             layers=_with_spike_ratio(report.layers, detection),
-            state=state,
+            state=self._state,
             findings=detection.findings,
-            diagnosis=self._diagnoser(detection, state, self._last_healthy),
+            diagnosis=self._diagnoser(detection, self._state, self._last_healthy),
             last_healthy_step=self._last_healthy,
-            first_nonfinite=first,
-            gradient_norm_baseline=baselines.usual("gradient_norm") if baselines.is_warm("gradient_norm") else None,
+            first_nonfinite=first or detection.first_nonfinite,
+            gradient_norm_baseline=baselines.usual("gradient_norm") if warm else None,
             gradient_spike_ratio=ratio(step.deviation("gradient_norm")),
             overflow_headroom_decades=min((headroom.decades for headroom in step.headrooms), default=None),
-            steps_to_overflow=detection.steps_to_overflow if state in (State.SPIKE, State.CASCADE) else None,
+            steps_to_overflow=detection.steps_to_overflow if self._state in (State.SPIKE, State.CASCADE) else None,
         )
 
-    def _state(self, detection: Detection) -> State:
+    def _next_state(self, detection: Detection) -> State:
+        """The worst of the last steps; healthy again once enough of them were clean."""
+        number = detection.step.number
+        if detection.state is not None:
+            self._odd[detection.state] = number
         for state in (State.NONFINITE, State.CASCADE, State.SPIKE):
-            if state in self._last_odd and detection.step.number - self._last_odd[state] < self._config.clean_steps:
+            if state in self._odd and number - self._odd[state] < self._config.clean_steps:
                 return state
-        return State.HEALTHY if detection.warm else State.WARMING_UP
+        return State.HEALTHY if detection.is_warm else State.WARMING_UP
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "detector": self._detector.state_dict(),
+            "state": self._state.value,
+            "last_healthy_step": self._last_healthy,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._detector.load_state_dict(state["detector"])
+        self._last_healthy = state["last_healthy_step"]
+        # A run that was in trouble when it was saved may well be so again.
+        self._detector.resumed = state["state"] == State.HEALTHY.value
 
 
 def _with_spike_ratio(table: LayerTable, detection: Detection) -> LayerTable:

@@ -167,7 +167,7 @@ class Baselines:
         return float(self._deviation[_INDEX[series]])
 
     def rise(self, series: str) -> float:
-        """Decades since the reading before; NaN where this step has none or there was none."""
+        """Decades since the reading before, or since what was usual in the run that is continued; NaN without one."""
         return float(self._rise[_INDEX[series]])
 
     def usual(self, series: str) -> float | None:
@@ -216,6 +216,7 @@ class Baselines:
         for key, (mean, top, last_step) in state["series"].items():
             at = index[key]
             self._mean[at], self._top[at], self._last_step[at] = mean, top, last_step
+            self._last[at] = mean
             self._count[at] = self._config.warmup_readings
             self._warm[at] = True
 

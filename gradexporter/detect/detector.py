@@ -9,7 +9,7 @@ from gradexporter.config import JudgeConfig
 from gradexporter.detect.baseline import Baselines
 from gradexporter.detect.causes import InputNonfinite, InputOutOfRange, LearningRateJump
 from gradexporter.detect.headroom import Forecast, headrooms
-from gradexporter.detect.nonfinite import nonfinite_quantities
+from gradexporter.detect.nonfinite import first_nonfinite, nonfinite_quantities
 from gradexporter.detect.progress import Progress
 from gradexporter.detect.step import NEVER, Rule, Step
 from gradexporter.detect.stuck import DeadLayer, Oscillation, ScaleCollapse, StalledUpdates, VanishingGradient
@@ -21,9 +21,10 @@ from gradexporter.detect.surge import (
     Jump,
     LossSpike,
     Nonfinite,
+    OptimizerStateLost,
     OverflowImminent,
 )
-from gradexporter.records import Finding, FindingKind, Severity, State, StepReport
+from gradexporter.records import Finding, FindingKind, FirstNonfinite, Severity, State, StepReport
 
 _STATES = {
     FindingKind.NONFINITE: State.NONFINITE,
@@ -42,8 +43,10 @@ class Detection:
     findings: tuple[Finding, ...]
     state: State | None
     """The worst state that a finding of this step calls for; None for a step without one."""
-    warm: bool
+    is_warm: bool
     """The gradient norm has a baseline, or was never observed and the warm-up is over all the same."""
+    first_nonfinite: FirstNonfinite | None
+    """Where this step first went non-finite."""
     steps_to_overflow: float | None
 
 
@@ -54,7 +57,9 @@ class Detector:
         self._config = config
         self.baselines = Baselines(config)
         self.progress = Progress()
-        self.number = 0
+        self.resumed = False
+        """The run was healthy when it was saved and is continued here."""
+        self._number = 0
         self._last_loud = NEVER
         self._forecasts: dict[str, Forecast] = {}
         self._loud: tuple[Rule, ...] = (
@@ -74,6 +79,7 @@ class Detector:
             ActivationGrowth(config),
             Jump(config, FindingKind.OPTIMIZER_STATE_JUMP, "momentum_max_abs", "second_moment_max_abs"),
             Jump(config, FindingKind.UPDATE_JUMP, "update_ratio"),
+            OptimizerStateLost(config),
             LossSpike(config),
             StalledUpdates(config),
             DeadLayer(config),
@@ -83,24 +89,25 @@ class Detector:
 
     def __call__(self, report: StepReport) -> Detection:
         """The findings of one step."""
-        self.number += 1
+        self._number += 1
         self.baselines.observe(report)
         self.progress.observe(report.loss, report.step)
         step = Step(
             report=report,
             baselines=self.baselines,
-            number=self.number,
+            number=self._number,
             headrooms=headrooms(report),
             progress=self.progress,
             nonfinite=nonfinite_quantities(report),
+            resumed=self.resumed and self._number <= self._config.resume_steps,
         )
         self._apply(self._loud, step)
         state = self._state(step.findings)
         if state is State.NONFINITE:
             del step.findings[1:]  # NaN explains them all
         if state is not None:
-            self._last_loud = self.number
-        step.quiet = self.number - self._last_loud >= self._config.tau_steps
+            self._last_loud = self._number
+        step.quiet = self._number - self._last_loud >= self._config.tau_steps
         self._apply(self._causes, step)
         if state is not State.NONFINITE:
             self._apply(self._quiet, step)
@@ -112,7 +119,8 @@ class Detector:
             step=step,
             findings=tuple(step.findings),
             state=state,
-            warm=self._is_warm(),
+            is_warm=self._is_warm(),
+            first_nonfinite=first_nonfinite(report, step.nonfinite) if state is State.NONFINITE else None,
             steps_to_overflow=min(forecasts, default=None),
         )
 
@@ -130,7 +138,7 @@ class Detector:
     def _is_warm(self) -> bool:
         if self.baselines.is_known("gradient_norm"):
             return self.baselines.is_warm("gradient_norm")
-        return self.number > self._config.warmup_steps
+        return self._number > self._config.warmup_steps
 
     def state_dict(self) -> dict[str, Any]:
         """Plain Python: baselines and what the run started from; counters of the last few steps are left out."""

@@ -56,6 +56,8 @@ class Step:
     progress: Progress
     nonfinite: tuple[Quantity, ...]
     """What is not finite, in execution order."""
+    resumed: bool
+    """The run was continued from a healthy state a few steps ago."""
     quiet: bool = True
     """No finding moved the state within the memory of a baseline: what may merely follow from one can be reported."""
     findings: list[Finding] = field(default_factory=list)

@@ -198,6 +198,17 @@ class Jump:
         return None
 
 
+class OptimizerStateLost:
+    """A second moment that starts from next to nothing in a run that is continued: it was not restored."""
+
+    def __init__(self, config: JudgeConfig) -> None:
+        self._config = config
+
+    def __call__(self, step: Step) -> Finding | None:
+        lost = step.resumed and step.baselines.rise("second_moment_max_abs") < -self._config.jump_decades
+        return step.found(FindingKind.OPTIMIZER_STATE_JUMP, "second_moment_max_abs") if lost else None
+
+
 class LossSpike:
     """The loss above ten times its usual, or above three times on five steps running.
 

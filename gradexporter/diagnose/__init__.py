@@ -11,7 +11,13 @@ from dataclasses import dataclass
 
 from gradexporter.config import JudgeConfig
 from gradexporter.detect import Detection, Step
-from gradexporter.diagnose.advice import RECOVERED_ADVICE, finding_advice, incident_advice
+from gradexporter.diagnose.advice import (
+    RECOVERED_ADVICE,
+    RESUME_ADVICE,
+    SURVIVED_ADVICE,
+    finding_advice,
+    incident_advice,
+)
 from gradexporter.diagnose.incident import SMALL_DTYPE, Incident
 from gradexporter.diagnose.trail import Trail
 from gradexporter.diagnose.words import finding_evidence, incident_evidence
@@ -50,6 +56,8 @@ class _Condition:
     diagnosis: Diagnosis
     held: int
     """Count of judged steps at which it held last."""
+    clean_step: int | None
+    """The last step that was healthy before it began."""
 
 
 class Diagnoser:
@@ -63,8 +71,6 @@ class Diagnoser:
         self._conditions: dict[FindingKind, _Condition] = {}
         self._past: Diagnosis | None = None
         self._healthy_steps = 0
-        self.resumed = False
-        """The run goes on from a saved state."""
 
     def __call__(self, detection: Detection, state: State, last_healthy: int | None) -> Diagnosis | None:
         """The diagnosis after one more step; ``state`` is the one that the step leaves the run in."""
@@ -92,18 +98,20 @@ class Diagnoser:
         step = detection.step
         if self._incident is not None and detection.state is None and state in (State.HEALTHY, State.WARMING_UP):
             assert self._incident_diagnosis is not None
-            passing = self._incident.nonfinite is None
-            self._close(self._incident_diagnosis, passing, step.report.step)
+            self._close(self._incident_diagnosis, step.report.step, self._incident)
             self._incident = self._incident_diagnosis = None
         if detection.state is None:
             return
         if self._incident is None:
-            opening = next(finding for finding in detection.findings if finding.severity is not Severity.INFO)
+            led = [condition.diagnosis for condition in self._conditions.values() if condition.kind in _PASSING]
+            since = min([step.report.step, *(diagnosis.since_step for diagnosis in led)])
             self._incident = Incident(
                 number=step.number,
-                since_step=self._onset(step),
-                opening=opening,
-                resumed=self._is_resumed(step),
+                since_step=since,
+                clean_step=_before(since, last_healthy),
+                opening=next(finding for finding in detection.findings if finding.severity is not Severity.INFO),
+                resumed=step.resumed,
+                lead_in=tuple(sentence for diagnosis in led for sentence in diagnosis.evidence),
                 state=detection.state,
             )
         incident = self._incident
@@ -115,52 +123,40 @@ class Diagnoser:
             quantity=(incident.nonfinite or incident.opening).quantity,
             since_step=incident.since_step,
             evidence=incident_evidence(incident, self._trail, step),
-            advice=incident_advice(incident, last_healthy, step.baselines.usual("gradient_norm")),
+            advice=incident_advice(incident, step.baselines.usual("gradient_norm")),
         )
-
-    def _onset(self, step: Step) -> int:
-        """Where growth or a jump led up to this step, an incident began there."""
-        before = [
-            condition.diagnosis.since_step
-            for condition in self._conditions.values()
-            if condition.kind in _PASSING and step.number - condition.held <= self._config.clean_steps
-        ]
-        return min([step.report.step, *before])
-
-    def _is_resumed(self, step: Step) -> bool:
-        return self.resumed and step.number <= self._config.resume_steps
 
     def _follow_conditions(self, detection: Detection, last_healthy: int | None) -> None:
         step = detection.step
         for finding in detection.findings:
             if finding.kind in _SHAPES and finding.severity is not Severity.INFO:
-                known = self._conditions.get(finding.kind)
-                diagnosis = self._of_finding(finding, step, last_healthy)
-                if known is not None:
-                    diagnosis = dataclasses.replace(diagnosis, since_step=known.diagnosis.since_step)
-                self._conditions[finding.kind] = _Condition(finding.kind, diagnosis, step.number)
+                self._conditions[finding.kind] = self._condition(finding, step, last_healthy)
         for kind, condition in list(self._conditions.items()):
             if kind in step.standing:
                 condition.held = step.number
             elif step.number - condition.held >= self._config.clean_steps:
-                self._close(condition.diagnosis, kind in _PASSING, step.report.step)
+                self._close(condition.diagnosis, step.report.step, condition)
                 del self._conditions[kind]
 
-    def _of_finding(self, finding: Finding, step: Step, last_healthy: int | None) -> Diagnosis:
-        shape = _SHAPES[finding.kind]
-        if finding.kind in _PASSING and self._is_resumed(step):
-            shape = Shape.RESUME_MISMATCH
+    def _condition(self, finding: Finding, step: Step, last_healthy: int | None) -> _Condition:
+        known = self._conditions.get(finding.kind)
+        since = max(finding.step - self._lead_in(finding.kind), 1) if known is None else known.diagnosis.since_step
+        clean = _before(since, last_healthy) if known is None else known.clean_step
+        shape, advice = _SHAPES[finding.kind], finding_advice(finding, clean)
+        if finding.kind in _PASSING and step.resumed:
+            shape, advice = Shape.RESUME_MISMATCH, RESUME_ADVICE
         elif finding.kind is FindingKind.ACTIVATION_GROWTH and step.report.dtype_max < SMALL_DTYPE:
             shape = Shape.HALF_PRECISION_OVERFLOW
-        return Diagnosis(
+        diagnosis = Diagnosis(
             shape=shape,
             severity=finding.severity,
             layer=finding.layer,
             quantity=finding.quantity,
-            since_step=max(finding.step - self._lead_in(finding.kind), 1),
+            since_step=since,
             evidence=(finding_evidence(finding),),
-            advice=finding_advice(finding, last_healthy),
+            advice=advice,
         )
+        return _Condition(finding.kind, diagnosis, step.number, clean)
 
     def _lead_in(self, kind: FindingKind) -> int:
         """Steps for which a lasting condition holds before it is found."""
@@ -173,14 +169,19 @@ class Diagnoser:
             FindingKind.SCALE_COLLAPSE: config.skips_in_a_row - 1,
         }.get(kind, 0)
 
-    def _close(self, diagnosis: Diagnosis, passing: bool, step: int) -> None:
+    def _close(self, diagnosis: Diagnosis, step: int, of: Incident | _Condition) -> None:
         """Keeps a diagnosis that no longer holds; a spike that passed is a recovered one."""
         if self._past is not None and self._past.since_step > diagnosis.since_step:
             return
-        self._past = dataclasses.replace(
-            diagnosis,
-            shape=Shape.SPIKE_RECOVERED if passing else diagnosis.shape,
-            severity=Severity.INFO,
-            evidence=(*diagnosis.evidence, f"Step {step}: nothing odd for {self._config.clean_steps} steps."),
-            advice=RECOVERED_ADVICE if passing else diagnosis.advice,
-        )
+        passing = of.nonfinite is None if isinstance(of, Incident) else of.kind in _PASSING
+        if passing and diagnosis.shape is not Shape.RESUME_MISMATCH:
+            diagnosis = dataclasses.replace(diagnosis, shape=Shape.SPIKE_RECOVERED, advice=RECOVERED_ADVICE)
+        elif isinstance(of, Incident):
+            diagnosis = dataclasses.replace(diagnosis, advice=(*diagnosis.advice[:-1], SURVIVED_ADVICE))
+        calm = f"Step {step}: nothing odd for {self._config.clean_steps} steps."
+        self._past = dataclasses.replace(diagnosis, severity=Severity.INFO, evidence=(*diagnosis.evidence, calm))
+
+
+def _before(since_step: int, last_healthy: int | None) -> int | None:
+    """The last healthy step that came before trouble began."""
+    return None if last_healthy is None or since_step <= 1 else min(last_healthy, since_step - 1)

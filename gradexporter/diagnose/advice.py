@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 from gradexporter.diagnose.incident import Incident
-from gradexporter.diagnose.words import size
 from gradexporter.records import Finding, FindingKind, Quantity, Severity, Shape
 
 
-def incident_advice(incident: Incident, last_healthy: int | None, usual_norm: float | None) -> tuple[str, ...]:
+def incident_advice(incident: Incident, usual_norm: float | None) -> tuple[str, ...]:
     """What to do about an open incident."""
-    clip = f" or clip the gradient norm at about {size(2 * usual_norm)}" if usual_norm else " or clip the gradient norm"
-    restart = _restart(last_healthy)
-    layer = f"layer {incident.layer}" if incident.layer else "the layer with the largest gradient"
+    clip = f" or clip the gradient norm at about {usual_norm:.2g}" if usual_norm else " or clip the gradient norm"
+    restart = _restart(incident.clean_step)
     if incident.severity is Severity.WARNING:
-        keep = "" if last_healthy is None else f" and keep the one of step {last_healthy}"
+        keep = "" if incident.clean_step is None else f", and keep the one of step {incident.clean_step}"
         return (
             f"Wait: most spikes pass within a few steps. Write no checkpoint over a good one meanwhile{keep}.",
             f"If it comes back, lower the learning rate{clip}, and look at the data of step {incident.since_step}.",
         )
     if incident.nonfinite is not None and incident.shape in _OPERATION:
-        return (*_operation(incident.nonfinite), _after_nonfinite(incident, last_healthy))
+        return (*_operation(incident.nonfinite), _after_nonfinite(incident))
     batch = f"step {incident.opening.step}"
     advice = {
         Shape.SPIKE_CASCADE: (
-            f"Lower the learning rate tenfold{clip}. Leaving the batch out does not help: the weights amplify any.",
+            f"Lower the learning rate tenfold{clip}. Leaving out the batch does not help: the weights amplify any.",
             f"{restart} Start with fresh optimizer state: the momentum carries the spike.",
         ),
         Shape.EXPLODING_GRADIENT: (
@@ -37,17 +35,13 @@ def incident_advice(incident: Incident, last_healthy: int | None, usual_norm: fl
         Shape.BAD_INPUT: (
             f"The batch of step {incident.since_step} holds values that are not finite: check what made it, from the "
             "file to the augmentation, and leave such samples out before they reach the model.",
-            restart,
+            _after_nonfinite(incident),
         ),
         Shape.HALF_PRECISION_OVERFLOW: (
-            f"Train in bfloat16, or keep {layer} in float32: its activations leave the range of half precision.",
-            f"A lower learning rate, weight decay or a norm in front of {layer} keeps activations small. {restart}",
+            f"Train in bfloat16, or keep {incident.culprit} in float32: its activations are too large for half precision.",
+            f"A lower learning rate, weight decay or a normalisation in front of it keeps activations small. {restart}",
         ),
-        Shape.RESUME_MISMATCH: (
-            "Compare with the state before the restart: optimizer state, learning rate schedule, loss scaler, random "
-            "state and position in the data must all be restored, not the weights alone.",
-            restart,
-        ),
+        Shape.RESUME_MISMATCH: RESUME_ADVICE,
     }
     return advice.get(incident.shape, (restart,))
 
@@ -86,16 +80,17 @@ def _operation(found: Finding) -> tuple[str, ...]:
             )
 
 
-def _after_nonfinite(incident: Incident, last_healthy: int | None) -> str:
+def _after_nonfinite(incident: Incident) -> str:
     if incident.shape is Shape.NAN_FROM_START:
-        return "Nothing is lost but the start: mend it and begin again."
-    return f"If the weights stayed finite the run goes on by itself; if not: {_restart(last_healthy)}"
+        return "Nothing was learned yet: mend it and start again."
+    restart = _restart(incident.clean_step)
+    return f"The weights are lost. {restart}" if incident.weights_lost else f"If the weights are lost too: {restart}"
 
 
-def finding_advice(finding: Finding, last_healthy: int | None) -> tuple[str, ...]:
+def finding_advice(finding: Finding, clean_step: int | None) -> tuple[str, ...]:
     """What to do about a finding that is a diagnosis by itself."""
     layer = f"layer {finding.layer}" if finding.layer else "the layer with the largest value"
-    restart = _restart(last_healthy)
+    restart = _restart(clean_step)
     lower = "Lower the learning rate or clip the gradient norm before it becomes a cascade."
     advice = {
         FindingKind.SCALE_COLLAPSE: (
@@ -135,10 +130,18 @@ def finding_advice(finding: Finding, last_healthy: int | None) -> tuple[str, ...
     return advice.get(finding.kind, (lower, f"Write no checkpoint over a good one meanwhile. {restart}"))
 
 
+RESUME_ADVICE = (
+    "Compare with the run before the restart: optimizer state, learning rate schedule, loss scaler, random state and "
+    "position in the data must be restored, not the weights alone.",
+    "Then continue from the same checkpoint once more; what was written since carries the mistake.",
+)
+
+SURVIVED_ADVICE = "It passed and the weights stayed finite: no restart is needed."
+
 RECOVERED_ADVICE = ("No action: it passed. If it comes back often, lower the learning rate or clip the gradient norm.",)
 
 
-def _restart(last_healthy: int | None) -> str:
-    if last_healthy is None:
-        return "No step was healthy yet: restart from the beginning, or from a checkpoint of an earlier attempt."
-    return f"Restart from a checkpoint of step {last_healthy} or earlier; later ones carry the damage."
+def _restart(clean_step: int | None) -> str:
+    if clean_step is None:
+        return "No step before it was healthy: restart from the beginning, or from a checkpoint of an earlier attempt."
+    return f"Restart from a checkpoint of step {clean_step} or earlier; later ones carry the damage."

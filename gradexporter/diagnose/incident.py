@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from gradexporter.config import JudgeConfig
 from gradexporter.detect import Detection
 from gradexporter.diagnose.trail import Trail
-from gradexporter.records import Finding, FindingKind, Quantity, Severity, Shape, State
+from gradexporter.records import NONFINITE_QUANTITIES, Finding, FindingKind, Quantity, Severity, Shape, State
 
 FIRST_STEPS = 2
 """A run that is not finite by then was so from its start."""
@@ -23,15 +23,21 @@ class Incident:
     number: int
     """Count of judged steps at which it opened."""
     since_step: int
+    clean_step: int | None
+    """The last healthy step before it."""
     opening: Finding
     """The finding that opened it, the worst of its step."""
     resumed: bool
     """The run was continued from a checkpoint just before."""
+    lead_in: tuple[str, ...]
+    """Evidence of what led up to it."""
     state: State
     peak: Finding | None = None
     """The largest gradient norm of the incident."""
     nonfinite: Finding | None = None
     """The first that was not finite."""
+    weights_lost: bool = False
+    """Parameters were seen that are not finite."""
     shape: Shape = Shape.SPIKE_CASCADE
 
     @property
@@ -44,10 +50,18 @@ class Incident:
         """The best culprit: where it went non-finite, else what stood out when it opened."""
         return self.nonfinite.layer if self.nonfinite is not None else self.opening.layer
 
+    @property
+    def culprit(self) -> str:
+        """The culprit in a sentence."""
+        if self.layer is None or self.layer in NONFINITE_QUANTITIES:
+            return "the layer with the largest values"
+        return f"layer {self.layer}"
+
     def add(self, detection: Detection, trail: Trail, config: JudgeConfig) -> None:
         """Takes one more odd step in and settles the shape anew, unless that is final."""
         if detection.state is not None and detection.state.code > self.state.code:
             self.state = detection.state
+        self.weights_lost = self.weights_lost or Quantity.PARAMETER in detection.step.nonfinite
         loud = {finding.kind: finding for finding in detection.findings if finding.severity is not Severity.INFO}
         spike = loud.get(FindingKind.GRADIENT_SPIKE)
         if spike is not None and (self.peak is None or (spike.ratio or 0) > (self.peak.ratio or 0)):
@@ -59,7 +73,7 @@ class Incident:
             self.shape = self._finite_shape(detection, trail, config)
             return
         self.shape = self._nonfinite_shape(detection, trail, config, self.nonfinite)
-        if self.shape in _AT_ONCE:
+        if self.shape in AT_ONCE:
             self.since_step = self.nonfinite.step
 
     def _nonfinite_shape(self, detection: Detection, trail: Trail, config: JudgeConfig, found: Finding) -> Shape:
@@ -99,5 +113,5 @@ class Incident:
         return Shape.SPIKE_CASCADE
 
 
-_AT_ONCE = (Shape.UNDEFINED_OPERATION, Shape.BAD_INPUT, Shape.NAN_FROM_START)
+AT_ONCE = (Shape.UNDEFINED_OPERATION, Shape.BAD_INPUT, Shape.NAN_FROM_START)
 """Shapes that nothing led up to: they begin where the first value was not finite."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from gradexporter.detect import Step, ratio
-from gradexporter.diagnose.incident import Incident
+from gradexporter.diagnose.incident import AT_ONCE, Incident
 from gradexporter.diagnose.trail import Trail
 from gradexporter.records import Finding, FindingKind, Quantity
 
@@ -29,6 +29,12 @@ _QUANTITIES = {
     Quantity.LOSS_SCALE: "loss scale",
 }
 
+_SIZES = {
+    Quantity.ACTIVATION: "largest activation",
+    Quantity.OPTIMIZER_STATE: "largest value in the optimizer state",
+    Quantity.UPDATE: "update as a share of the weights' norm",
+}
+
 
 def size(value: float) -> str:
     """Three digits, without trailing zeros."""
@@ -37,7 +43,7 @@ def size(value: float) -> str:
 
 def incident_evidence(incident: Incident, trail: Trail, step: Step) -> tuple[str, ...]:
     """What speaks for an incident's shape, in the order in which it happened."""
-    said = []
+    said = list(incident.lead_in)
     if rate := trail.rate_before(incident.number):
         said.append(finding_evidence(rate))
     if batch := trail.batch_near(incident.number):
@@ -48,7 +54,7 @@ def incident_evidence(incident: Incident, trail: Trail, step: Step) -> tuple[str
             said.append(finding_evidence(incident.peak))
         said += _followers(step)
     if incident.nonfinite is not None:
-        said.append(_nonfinite_evidence(incident, step))
+        said.append(_nonfinite_evidence(incident))
     return tuple(said)
 
 
@@ -63,20 +69,22 @@ def _followers(step: Step) -> list[str]:
     return [f"Beside it: {'; '.join(risen)}."] if risen else []
 
 
-def _nonfinite_evidence(incident: Incident, step: Step) -> str:
+def _nonfinite_evidence(incident: Incident) -> str:
     found = incident.nonfinite
     assert found is not None
     where = _QUANTITIES[found.quantity]
     if found.layer is not None and found.layer != found.quantity.value:
         where += f" of layer {found.layer}"
     text = f"Step {found.step}: the {where} is the first that is not finite"
-    before = {
-        Quantity.INPUT: "; the model was fed it",
-        Quantity.LOSS: "; all activations were finite, so the loss computation itself made it",
-        Quantity.GRADIENT: "; loss and activations were finite, so a derivative made it",
-        Quantity.ACTIVATION: "; its input was finite",
-    }
-    return text + before.get(found.quantity, "") + "."
+    return text + (_MADE_BY.get(found.quantity, "") if incident.shape in AT_ONCE else "") + "."
+
+
+_MADE_BY = {
+    Quantity.INPUT: "; the model was fed it",
+    Quantity.LOSS: "; all activations were finite, so the loss computation itself made it",
+    Quantity.GRADIENT: "; loss and activations were finite, so a derivative made it",
+    Quantity.ACTIVATION: "; its input was finite",
+}
 
 
 def finding_evidence(finding: Finding) -> str:
@@ -114,4 +122,4 @@ def finding_evidence(finding: Finding) -> str:
         case FindingKind.INPUT_OUT_OF_RANGE:
             return f"{at}largest {quantity} {value}{usual}: the batch is out of range."
         case _:
-            return f"{at}{quantity} {value}{usual}."
+            return f"{at}{_SIZES.get(finding.quantity, quantity)} {value}{usual}."
