@@ -66,8 +66,7 @@ class Diagnoser:
     def __init__(self, config: JudgeConfig) -> None:
         self._config = config
         self._trail = Trail(config)
-        self._incident: Incident | None = None
-        self._incident_diagnosis: Diagnosis | None = None
+        self._open: tuple[Incident, Diagnosis] | None = None
         self._conditions: dict[FindingKind, _Condition] = {}
         self._past: Diagnosis | None = None
         self._healthy_steps = 0
@@ -84,39 +83,25 @@ class Diagnoser:
         return current or self._past
 
     def _current(self) -> Diagnosis | None:
-        open_ = [condition.diagnosis for condition in self._conditions.values()]
-        incident = self._incident
-        # Spikes are what an oscillation is made of.
-        explained = FindingKind.OSCILLATION in self._conditions and incident is not None
-        if self._incident_diagnosis is not None and not (
-            explained and incident is not None and incident.state is State.SPIKE
-        ):
-            open_.append(self._incident_diagnosis)
-        return max(open_, key=lambda diagnosis: (diagnosis.severity.code, diagnosis.since_step), default=None)
+        holding = [condition.diagnosis for condition in self._conditions.values()]
+        if self._open is not None:
+            incident, diagnosis = self._open
+            # Spikes are what an oscillation is made of.
+            explained = incident.state is State.SPIKE and FindingKind.OSCILLATION in self._conditions
+            holding += [] if explained else [diagnosis]
+        return max(holding, key=lambda diagnosis: (diagnosis.severity.code, diagnosis.since_step), default=None)
 
     def _follow_incident(self, detection: Detection, state: State, last_healthy: int | None) -> None:
         step = detection.step
-        if self._incident is not None and detection.state is None and state in (State.HEALTHY, State.WARMING_UP):
-            assert self._incident_diagnosis is not None
-            self._close(self._incident_diagnosis, step.report.step, self._incident)
-            self._incident = self._incident_diagnosis = None
+        if self._open is not None and state in (State.HEALTHY, State.WARMING_UP):
+            incident, diagnosis = self._open
+            self._close(diagnosis, step.report.step, incident)
+            self._open = None
         if detection.state is None:
             return
-        if self._incident is None:
-            led = [condition.diagnosis for condition in self._conditions.values() if condition.kind in _PASSING]
-            since = min([step.report.step, *(diagnosis.since_step for diagnosis in led)])
-            self._incident = Incident(
-                number=step.number,
-                since_step=since,
-                clean_step=_before(since, last_healthy),
-                opening=next(finding for finding in detection.findings if finding.severity is not Severity.INFO),
-                resumed=step.resumed,
-                lead_in=tuple(sentence for diagnosis in led for sentence in diagnosis.evidence),
-                state=detection.state,
-            )
-        incident = self._incident
+        incident = self._open[0] if self._open is not None else self._incident(detection, detection.state, last_healthy)
         incident.add(detection, self._trail, self._config)
-        self._incident_diagnosis = Diagnosis(
+        diagnosis = Diagnosis(
             shape=incident.shape,
             severity=incident.severity,
             layer=incident.layer,
@@ -124,6 +109,22 @@ class Diagnoser:
             since_step=incident.since_step,
             evidence=incident_evidence(incident, self._trail, step),
             advice=incident_advice(incident, step.baselines.usual("gradient_norm")),
+        )
+        self._open = incident, diagnosis
+
+    def _incident(self, detection: Detection, state: State, last_healthy: int | None) -> Incident:
+        """A new one; where growth or a jump led up to it, it began there."""
+        step = detection.step
+        led = [condition.diagnosis for condition in self._conditions.values() if condition.kind in _PASSING]
+        since = min([step.report.step, *(diagnosis.since_step for diagnosis in led)])
+        return Incident(
+            number=step.number,
+            since_step=since,
+            clean_step=_before(since, last_healthy),
+            opening=next(finding for finding in detection.findings if finding.severity is not Severity.INFO),
+            resumed=step.resumed,
+            lead_in=tuple(sentence for diagnosis in led for sentence in diagnosis.evidence),
+            state=state,
         )
 
     def _follow_conditions(self, detection: Detection, last_healthy: int | None) -> None:

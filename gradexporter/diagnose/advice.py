@@ -38,7 +38,7 @@ def incident_advice(incident: Incident, usual_norm: float | None) -> tuple[str, 
             _after_nonfinite(incident),
         ),
         Shape.HALF_PRECISION_OVERFLOW: (
-            f"Train in bfloat16, or keep {incident.culprit} in float32: its activations are too large for half precision.",
+            f"Train in bfloat16, or keep {incident.culprit} in float32: activations are too large for half precision.",
             f"A lower learning rate, weight decay or a normalisation in front of it keeps activations small. {restart}",
         ),
         Shape.RESUME_MISMATCH: RESUME_ADVICE,
