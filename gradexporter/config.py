@@ -62,7 +62,7 @@ class JudgeConfig:
     cascade_within_steps: int = 16
     """Steps since the latest spike within which parameters are held against it."""
     cascade_gradient_decades: float = 2.0
-    """Without parameter readings: decades of the gradient norm that, on 2 of 3 steps, are a cascade."""
+    """Without parameter readings: decades of the gradient norm that, on two of three steps, are a cascade."""
     overflow_decades: float = 1.0
     """Decades below the largest finite value of a dtype at which overflow is near."""
     overflow_rise_decades: float = 0.2
@@ -103,8 +103,8 @@ class JudgeConfig:
     """Skipped updates without one applied between them that are a collapse of the loss scale."""
     skips_at_start: int = 24
     """The same before the first applied update, while the scaler looks for its scale: from 2**24 down to 1."""
-    scale_fall_decades: float = 2.4
-    """Decades that a loss scale must fall below its usual for a collapse, 256 times, whatever comes between."""
+    scale_fall_decades: float = 2.0
+    """Decades that a loss scale must fall below its usual for a collapse, whatever is applied in between."""
     stalled_steps: int = 20
     """Steps over which updates must change nothing to count as stalled."""
     stalled_update_ratio: float = 1e-9
@@ -160,11 +160,13 @@ class JudgeConfig:
     def __post_init__(self) -> None:
         for setting in dataclasses.fields(self):
             name, value, default = f"judge.{setting.name}", getattr(self, setting.name), setting.default
-            whole = isinstance(default, int)
-            words = "a whole number of 1 or more" if whole else "a number above 0"
-            legal = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
-            in_range = legal and (1 if whole else 0) <= value < math.inf
-            _check(in_range, name, value, f"give {words}; {default} is the default")
+            number = (int,) if isinstance(default, int) else (int, float)
+            legal = isinstance(value, number) and not isinstance(value, bool)
+            if setting.name.endswith("_steps") or number == (int,):
+                words = "a whole number of 1 or more" if number == (int,) else "a number of 1 or more"
+                _check(legal and 1 <= value < math.inf, name, value, f"give {words}; {default} is the default")
+            else:
+                _check(legal and 0 < value < math.inf, name, value, f"give a number above 0; {default} is the default")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -91,6 +91,7 @@ class GradientCascade:
         self._config = config
         self._last_spike = NEVER
         self._surges = (False, False, False)
+        self._parameter_read = NEVER
         self._largest = math.nan
         self._growing_since = 0
 
@@ -100,17 +101,24 @@ class GradientCascade:
         if deviation > config.spike_decades:
             self._last_spike = step.number
         self._surges = (*self._surges[1:], deviation > config.cascade_gradient_decades)
-        if not (self._amplified(step) or self._runs_away(step)):
-            return None
-        return step.found(FindingKind.GRADIENT_CASCADE, "gradient_norm", layer=step.oddest("gradient_norm"))
+        if step.observed("parameter_max_abs"):
+            self._parameter_read = step.number
+        runs_away = self._runs_away(step)
+        if self._amplified(step):
+            return step.found(FindingKind.GRADIENT_CASCADE, "gradient_norm", layer=step.oddest("gradient_norm"))
+        if runs_away:
+            layer = step.largest("parameter_max_abs")
+            return step.found(FindingKind.GRADIENT_CASCADE, "parameter_max_abs", layer=layer)
+        return None
 
     def _amplified(self, step: Step) -> bool:
         config = self._config
         if step.number - self._last_spike >= config.cascade_within_steps:
             return False
-        if step.baselines.is_known("parameter_max_abs"):
-            return step.baselines.deviation("parameter_max_abs") > config.cascade_parameter_decades
-        return sum(self._surges) >= 2
+        if step.baselines.deviation("parameter_max_abs") > config.cascade_parameter_decades:
+            return True
+        unseen = step.number - self._parameter_read >= len(self._surges)
+        return unseen and sum(self._surges) >= 2
 
     def _runs_away(self, step: Step) -> bool:
         """The largest parameter is far above its usual and has not stopped growing since it left it."""

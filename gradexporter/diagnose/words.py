@@ -97,6 +97,8 @@ def finding_evidence(finding: Finding) -> str:
     at = f"Step {finding.step}: "
     quantity = _QUANTITIES[finding.quantity]
     match finding.kind:
+        case FindingKind.GRADIENT_CASCADE if finding.quantity is Quantity.PARAMETER:
+            return f"{at}largest parameter {value}{usual}, and still growing, while the gradient is saturated."
         case FindingKind.GRADIENT_SPIKE | FindingKind.GRADIENT_CASCADE:
             most = f"; {layer} stands out most" if finding.layer else ""
             return f"{at}gradient norm {value}{usual}{most}."
