@@ -252,8 +252,9 @@ class Config:
     """Share of the step time that sampled statistics may take, beyond what runs at every step."""
     max_series: int = 2000
     """Series per rank; layers beyond it are grouped by block and the worst stay named."""
-    hold_seconds: float = 0.0
-    """How long ``close()`` keeps serving the final state, so that a last scrape can see it."""
+    hold_seconds: float | None = None
+    """How long ``close()`` and exit keep serving the final state, so that a last scrape can see it. None: only
+    when the run ends unhealthy while it is scraped, for two scrape intervals and at most 30 s."""
     judge: JudgeConfig = field(default_factory=JudgeConfig)
     """When a step is odd."""
     alerts: AlertConfig = field(default_factory=AlertConfig)
@@ -284,7 +285,8 @@ class Config:
             self.max_series,
             "give 200 or more; the run-level series alone need about 150",
         )
-        _check(0 <= self.hold_seconds < math.inf, "hold_seconds", self.hold_seconds, "give seconds, 0 for none")
+        if self.hold_seconds is not None:
+            _check(0 <= self.hold_seconds < math.inf, "hold_seconds", self.hold_seconds, "give seconds, 0 for none")
         for label, value in self.labels.items():
             _check_label("labels", label)
             _check(isinstance(value, str), f"labels[{label!r}]", value, "label values are strings")
@@ -402,7 +404,7 @@ _SCALARS: dict[str, tuple[type | tuple[type, ...], str, Callable[[str], Any] | N
     "state_every": ((int, type(None)), "a whole number of steps", _read_int),
     "overhead_budget": ((int, float), "a share such as 0.02", _read_float),
     "max_series": (int, "a whole number", _read_int),
-    "hold_seconds": ((int, float), "seconds", _read_float),
+    "hold_seconds": ((int, float, type(None)), "seconds", _read_float),
     "judge": (JudgeConfig, "a JudgeConfig", None),
     "alerts": (AlertConfig, "an AlertConfig", None),
 }

@@ -23,7 +23,7 @@ from gradexporter.config import DEFAULT_PORT, Config, ConfigError, resolve
 from gradexporter.fence import Fence
 from gradexporter.hooks import Capture
 from gradexporter.hooks.cadence import Cadence
-from gradexporter.records import Finding, Snapshot, StepReport
+from gradexporter.records import Finding, Snapshot, State, StepReport
 from gradexporter.sinks.prometheus import Endpoint
 from gradexporter.worker import Worker
 
@@ -31,6 +31,9 @@ CLOSE_SECONDS = 5.0
 """How long ``close`` waits for the last steps; at interpreter exit nothing may hang."""
 
 FLUSH_SECONDS = 30.0
+
+MOST_HOLD_SECONDS = 30.0
+"""Longest that a run which ended unhealthy waits for its last scrape."""
 
 PHASES = ("train", "eval", "checkpoint")
 
@@ -281,9 +284,9 @@ class Monitor:
         ``hold`` keeps the final state on the endpoint for so many seconds before the port closes, for a last
         scrape; None takes ``hold_seconds``.
         """
-        self._end("closed", self._parts.config.hold_seconds if hold is None and self._parts else hold or 0.0)
+        self._end("closed", hold)
 
-    def _end(self, reason: str, hold: float) -> None:
+    def _end(self, reason: str, hold: float | None = None) -> None:
         with self._closing:
             if self._closed or self._parts is None:
                 return
@@ -300,8 +303,7 @@ class Monitor:
         with parts.fence.guarding("close"):
             if parts.endpoint is not None:
                 try:
-                    if hold > 0:
-                        threading.Event().wait(hold)
+                    threading.Event().wait(_hold_seconds(parts, parts.endpoint, hold))
                 finally:  # Ctrl-C ends the hold, and the port with it
                     parts.endpoint.close()
         parts.capture.monitor = None
@@ -312,9 +314,19 @@ class Monitor:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        hold = self._parts.config.hold_seconds if self._parts else 0.0
         reason = "closed" if kind is None else "signal" if issubclass(kind, KeyboardInterrupt) else "exception"
-        self._end(reason, hold)
+        self._end(reason)
+
+
+def _hold_seconds(parts: _Parts, endpoint: Endpoint, asked: float | None) -> float:
+    """How long the final state is worth showing: the run's last scrape must not be one from mid-incident."""
+    seconds = parts.config.hold_seconds if asked is None else asked
+    if seconds is not None:
+        return seconds
+    state, gap = parts.worker.snapshot.state, endpoint.scrape_gap
+    if gap is None or state in (None, State.WARMING_UP, State.HEALTHY):
+        return 0.0
+    return min(2 * gap, MOST_HOLD_SECONDS)
 
 
 def _release(worker: Worker, endpoint: Endpoint | None) -> None:
@@ -327,7 +339,7 @@ def _at_exit() -> None:
     uncaught = getattr(sys, "last_type", None)
     reason = "closed" if uncaught is None else "signal" if uncaught is KeyboardInterrupt else "exception"
     for monitor in list(_open):
-        monitor._end(reason, 0.0)
+        monitor._end(reason)
 
 
 def _in_forked_child() -> None:

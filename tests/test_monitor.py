@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 
 import gradexporter
 from gradexporter import ConfigError, Monitor
+from gradexporter import monitor as monitors
 
 
 @pytest.fixture
@@ -438,6 +440,39 @@ class TestLife:
                 deadline.wait(0.1)
 
             assert monitor.report is not None
+
+    @pytest.mark.parametrize("healthy", [True, False])
+    def test_only_a_run_that_ends_unhealthy_while_it_is_scraped_waits_for_its_last_scrape(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, healthy: bool
+    ) -> None:
+        monitor = gradexporter.watch(model, optimizer, host="127.0.0.1", port=0)
+        for _ in range(30):
+            step(model, optimizer)
+        if not healthy:
+            monitor.observe(float("nan"))
+        assert monitor.flush()
+        url = monitor.url
+        assert url is not None
+        pause = threading.Event()
+        for _ in range(3):
+            urllib.request.urlopen(url + "/metrics", timeout=5).read()
+            pause.wait(0.5)
+        parts = monitor._parts
+        assert parts is not None
+        assert parts.endpoint is not None
+        hold = monitors._hold_seconds(parts, parts.endpoint, None)
+        assert hold == 0.0 if healthy else 1.0 <= hold <= monitors.MOST_HOLD_SECONDS
+        assert monitors._hold_seconds(parts, parts.endpoint, 7.0) == 7.0
+
+        closing = threading.Thread(target=monitor.close)
+        closing.start()
+        if not healthy:
+            page = ""
+            while closing.is_alive() and not re.search(r'run_ended\{.*reason="closed".*\} 1\.0', page):
+                page = urllib.request.urlopen(url + "/metrics", timeout=5).read().decode()
+            assert closing.is_alive()
+        closing.join(30)
+        assert not closing.is_alive()
 
 
 SCRIPT = """

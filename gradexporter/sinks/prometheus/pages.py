@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import html
 import json
+import time
 from collections.abc import Callable, Collection, Iterable
 from http import HTTPStatus
+from itertools import pairwise
 
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector, generate_latest
 from prometheus_client.core import Metric
@@ -37,6 +39,30 @@ PATHS = {
 """What the landing page says about each path."""
 
 
+RECENT_SECONDS = 300.0
+"""A scraper that has not come for so long is gone."""
+
+
+class Visits:
+    """When the run was scraped; written by the endpoint's thread, read by any."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._times: tuple[float, ...] = ()
+
+    def note(self) -> None:
+        """A scrape was answered."""
+        self._times = (*self._times[-4:], self._clock())
+
+    @property
+    def gap(self) -> float | None:
+        """Longest pause in seconds between the last few scrapes; None when nobody scrapes regularly."""
+        times = self._times
+        if len(times) < 3 or self._clock() - times[-1] > RECENT_SECONDS:
+            return None
+        return max(after - before for before, after in pairwise(times))
+
+
 class Pages:
     """Answers requests from the latest snapshot; used by one thread."""
 
@@ -45,6 +71,7 @@ class Pages:
         self._source = Source(read, max_series, on_failure)
         self._renderer = Renderer()
         self._process = _process_registry(on_failure)
+        self.visits = Visits()
 
     def answer(self, request: Request) -> Answer:
         """The answer to this request; every path knows GET and HEAD."""
@@ -56,6 +83,8 @@ class Pages:
                 body=b"only GET and HEAD\n", status=HTTPStatus.METHOD_NOT_ALLOWED, headers={"Allow": "GET, HEAD"}
             )
         if path in METRICS_PATHS:
+            if path != "/metrics/layers":
+                self.visits.note()
             return self._metrics(METRICS_PATHS[path], request.format)
         if path == "/api/v1/report":
             return self._report()

@@ -76,6 +76,12 @@ class Endpoint:
         host = "localhost" if self._host in ("0.0.0.0", "::") else self._host
         return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
 
+    @property
+    def scrape_gap(self) -> float | None:
+        """Longest pause in seconds between the last few scrapes; None when nobody scrapes regularly."""
+        serving = self._serving
+        return None if serving is None else serving.pages.visits.gap
+
     def start(self) -> Endpoint:
         """Binds the port and serves; raises EndpointError if no port can be had."""
         with self._lock:
@@ -137,7 +143,7 @@ class _Serving:
 
     def __init__(self, listener: socket.socket, pages: Pages, limits: Limits, on_failure: OnFailure) -> None:
         self.listener = listener
-        self._pages, self._limits, self._on_failure = pages, limits, on_failure
+        self.pages, self._limits, self._on_failure = pages, limits, on_failure
         self._stopping = asyncio.Event()
         # Not asyncio.new_event_loop(): the user's policy may make loops of another kind.
         self._loop = asyncio.SelectorEventLoop()
@@ -166,7 +172,7 @@ class _Serving:
     async def _until_stopped(self) -> None:
         peers = Peers(
             loop=self._loop,
-            answer=self._pages.answer,
+            answer=self.pages.answer,
             limits=self._limits,
             pace=Pace(self._limits.cpu_share, self._limits.cpu_burst_seconds),
             on_failure=self._on_failure,
