@@ -50,6 +50,6 @@ class LearningRateJump:
         if rate is None or not 0 < rate < math.inf:
             return None
         last, self._last = self._last, rate
-        if last is None or abs(math.log10(rate / last)) < self._config.learning_rate_jump_decades:
+        if last is None or abs(math.log10(rate) - math.log10(last)) < self._config.learning_rate_jump_decades:
             return None
         return step.finding(FindingKind.LEARNING_RATE_JUMP, Quantity.LEARNING_RATE, value=rate, baseline=last)

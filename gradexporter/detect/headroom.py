@@ -52,10 +52,10 @@ def _activation(report: StepReport) -> list[Headroom]:
     activations, limits = report.layers.column("activation_max_abs"), report.layers.column("dtype_max")
     if activations is not None and limits is not None:
         usable = activations[1] & limits[1] & (activations[0] > 0) & np.isfinite(activations[0]) & (limits[0] > 0)
-        share = np.where(usable, activations[0], 1.0) / np.where(usable, limits[0], np.inf)
-        index = int(share.argmax())
-        if share[index] > 0 and -math.log10(share[index]) < decades:
-            value, layer, decades = float(activations[0][index]), report.layers.names[index], -math.log10(share[index])
+        rooms = np.log10(np.where(usable, limits[0], np.inf)) - np.log10(np.where(usable, activations[0], 1.0))
+        index = int(rooms.argmin()) if len(rooms) else -1
+        if index >= 0 and rooms[index] < decades:
+            value, layer, decades = float(activations[0][index]), report.layers.names[index], float(rooms[index])
     if value is None or not math.isfinite(decades):
         return []
     return [

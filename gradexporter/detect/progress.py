@@ -9,7 +9,7 @@ from typing import Any
 _START_READINGS = 10
 """Readings whose median is the loss that the run started from."""
 
-_TAU_STEPS = 16
+_TAU_STEPS = 8
 
 
 class Smooth:
@@ -56,7 +56,7 @@ class Progress:
             self._start.append(loss)
         self._loss.add(loss, step)
         if self._last > 0 and loss > 0:
-            self._swing.add(abs(math.log10(loss / self._last)), step)
+            self._swing.add(abs(math.log10(loss) - math.log10(self._last)), step)
         self._last = loss
 
     @property

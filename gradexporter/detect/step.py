@@ -93,7 +93,7 @@ class Step:
         """A finding about this step, with the ratio that follows from value and baseline."""
         ratio = None
         if value is not None and baseline is not None and baseline > 0 and math.isfinite(value):
-            ratio = value / baseline
+            ratio = min(value / baseline, 10.0**LARGEST_DECADES)
         return Finding(
             kind=kind,
             severity=severity or SEVERITY.get(kind, Severity.WARNING),
