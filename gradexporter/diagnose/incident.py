@@ -102,12 +102,13 @@ class Incident:
             return self._excursion_shape(trail, config, half)
         return Shape.HALF_PRECISION_OVERFLOW if half else Shape.EXPLODING_GRADIENT
 
-    @staticmethod
-    def _excursion_shape(trail: Trail, config: JudgeConfig, half: bool) -> Shape:
+    def _excursion_shape(self, trail: Trail, config: JudgeConfig, half: bool) -> Shape:
         excursion = trail.excursion
         assert excursion is not None
         if trail.batch_near(excursion.number) is not None:
             return Shape.BAD_BATCH
+        if half and self.peak is None:
+            return Shape.HALF_PRECISION_OVERFLOW
         if excursion.longest >= config.exploding_steps or excursion.drift_decades >= config.exploding_drift_decades:
             return Shape.HALF_PRECISION_OVERFLOW if half else Shape.EXPLODING_GRADIENT
         return Shape.SPIKE_CASCADE

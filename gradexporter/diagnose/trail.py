@@ -40,7 +40,7 @@ class Trail:
     batch: tuple[int, Finding] | None = None
     """The latest batch out of range, behind its count of judged steps."""
     rate: tuple[int, Finding] | None = None
-    """The latest jump of the learning rate, likewise."""
+    """The latest jump of the learning rate upwards, likewise."""
     headroom_decades: float = math.inf
     """Smallest headroom of the latest step that was finite."""
     early_decades: float = 0.0
@@ -55,8 +55,9 @@ class Trail:
         kinds = {finding.kind: finding for finding in detection.findings}
         if FindingKind.INPUT_OUT_OF_RANGE in kinds:
             self.batch = (step.number, kinds[FindingKind.INPUT_OUT_OF_RANGE])
-        if FindingKind.LEARNING_RATE_JUMP in kinds:
-            self.rate = (step.number, kinds[FindingKind.LEARNING_RATE_JUMP])
+        rate = kinds.get(FindingKind.LEARNING_RATE_JUMP)
+        if rate is not None and (rate.ratio or 0) > 1:
+            self.rate = (step.number, rate)
         if FindingKind.NONFINITE in kinds:
             return
         self.headroom_decades = min((headroom.decades for headroom in step.headrooms), default=math.inf)
