@@ -297,6 +297,15 @@ def test_weights_that_jump_once_and_stay_do_not_run_away():
     assert FindingKind.GRADIENT_CASCADE not in history.kinds
 
 
+def test_weights_that_grow_while_the_model_learns_do_not_run_away():
+    """A network that starts near zero leaves it exponentially, and its loss falls meanwhile."""
+    history = calm(40)
+    for step in range(60):
+        history.run(1, parameter_max_abs=0.8 * 1.2**step, activation_max_abs=5.0 * 1.2**step, loss=2.0 * 0.97**step)
+
+    assert history.kinds == []
+
+
 def test_norm_and_loss_that_rise_together_are_growth():
     history = calm(40)
     for step in range(120):

@@ -56,7 +56,7 @@ class Detector:
     def __init__(self, config: JudgeConfig) -> None:
         self._config = config
         self.baselines = Baselines(config)
-        self.progress = Progress()
+        self.progress = Progress(config.tau_steps)
         self.resumed = False
         """The run was healthy when it was saved and is continued here."""
         self._number = 0

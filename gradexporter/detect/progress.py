@@ -39,8 +39,11 @@ class Progress:
     the first loss says nothing about them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tau_steps: float) -> None:
+        """``tau_steps`` is the memory that the trend is held against."""
         self._start: list[float] = []
+        self._recent = Smooth(_TAU_STEPS)
+        self._usual = Smooth(tau_steps)
         self._loss = Smooth(_TAU_STEPS)
         self._swing = Smooth(_TAU_STEPS)
         self._last = math.nan
@@ -55,6 +58,9 @@ class Progress:
         if len(self._start) < _START_READINGS:
             self._start.append(loss)
         self._loss.add(loss, step)
+        if loss > 0:
+            self._recent.add(math.log10(loss), step)
+            self._usual.add(math.log10(loss), step)
         if self._last > 0 and loss > 0:
             self._swing.add(abs(math.log10(loss) - math.log10(self._last)), step)
         self._last = loss
@@ -66,6 +72,11 @@ class Progress:
             return math.nan
         start = statistics.median_low(self._start)
         return self._loss.value / start if start > 0 else math.nan
+
+    @property
+    def trend_decades(self) -> float:
+        """How far the recent loss lies above the usual one, below zero where it falls; NaN where unknown."""
+        return math.nan if self.signed else self._recent.value - self._usual.value
 
     @property
     def swing_decades(self) -> float:

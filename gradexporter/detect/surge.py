@@ -121,7 +121,7 @@ class GradientCascade:
         return unseen and sum(self._surges) >= 2
 
     def _runs_away(self, step: Step) -> bool:
-        """The largest parameter is far above its usual and has not stopped growing since it left it."""
+        """The largest parameter is far above its usual, has not stopped growing, and the loss does not fall by it."""
         config, value = self._config, step.report.parameter_max_abs
         deviation = step.deviation("parameter_max_abs")
         if value is not None and math.isfinite(value):
@@ -129,7 +129,12 @@ class GradientCascade:
                 self._growing_since = step.report.step
             self._largest = value
         grown = step.report.step - self._growing_since >= config.runaway_steps
-        return grown and deviation > config.runaway_parameter_decades
+        return grown and not _pays(step, config) and deviation > config.runaway_parameter_decades
+
+
+def _pays(step: Step, config: JudgeConfig) -> bool:
+    """The loss falls, so that what grows meanwhile is the model learning."""
+    return step.progress.trend_decades < -config.growth_loss_decades
 
 
 class GradientGrowth:
@@ -138,21 +143,18 @@ class GradientGrowth:
     def __init__(self, config: JudgeConfig) -> None:
         self._config = config
         self._norm = Smooth(config.growth_tau_steps)
-        self._loss = Smooth(config.growth_tau_steps)
         self._running = 0
         self._episodes = {
             severity: Episode(config, FindingKind.GRADIENT_GROWTH) for severity in (Severity.INFO, Severity.WARNING)
         }
 
     def __call__(self, step: Step) -> Finding | None:
-        config = self._config
-        norm, loss = step.deviation("gradient_norm"), step.deviation("loss")
-        if math.isnan(norm) or math.isnan(loss) or step.progress.signed:
+        config, norm = self._config, step.deviation("gradient_norm")
+        if math.isnan(norm):
             return None
         self._norm.add(min(norm, 2.0), step.report.step)
-        self._loss.add(min(loss, 2.0), step.report.step)
-        grown = self._norm.value > config.growth_decades and self._loss.value > config.growth_loss_decades
-        self._running = self._running + 1 if grown else 0
+        rising = step.progress.trend_decades > config.growth_loss_decades
+        self._running = self._running + 1 if rising and self._norm.value > config.growth_decades else 0
         loud = self._norm.value > config.growth_warning_decades
         severity = Severity.WARNING if loud else Severity.INFO
         if not self._episodes[severity].reports(step, self._running >= 2, silent=not step.quiet):
@@ -169,7 +171,7 @@ class GradientGrowth:
 
 
 class ActivationGrowth:
-    """The largest activation above ten times its usual on two readings running."""
+    """The largest activation above ten times its usual on two readings running, and a loss that does not fall."""
 
     def __init__(self, config: JudgeConfig) -> None:
         self._config = config
@@ -180,7 +182,7 @@ class ActivationGrowth:
         if step.observed("activation_max_abs"):
             odd = step.deviation("activation_max_abs") > self._config.activation_growth_decades
             self._running = self._running + 1 if odd else 0
-        holds = self._running >= 2 and step.observed("activation_max_abs")
+        holds = self._running >= 2 and step.observed("activation_max_abs") and not _pays(step, self._config)
         if not self._episode.reports(step, holds, silent=not step.quiet):
             return None
         layer = step.oddest("activation_max_abs")
