@@ -721,6 +721,13 @@ def test_a_later_layer_with_little_gradient_does_not_vanish():
     assert history.kinds == []
 
 
+def test_a_layer_whose_forward_did_not_run_is_not_taken_for_the_first():
+    history = History()
+    history.run(60, layers={"middle": {"gradient_norm": 1e-9, "execution_order": None}})
+
+    assert history.kinds == []
+
+
 def swing(history: History, steps: int, *, loss: float = 3.0, update: float = 0.03, falls: float = 1.0) -> None:
     for step in range(steps):
         history.run(1, loss=loss * falls**step * (1.5 if step % 2 else 0.7), update_ratio=update)

@@ -94,6 +94,15 @@ def test_findings_are_counted_once_a_step_and_the_last_is_kept(tally: Tally, clo
     assert snapshot.findings[FindingKind.NONFINITE] == 0
 
 
+def test_a_single_layers_spike_is_no_spike_of_the_run(tally: Tally) -> None:
+    """Alerts about the run read these series, and such a finding is info."""
+    note = dataclasses.replace(spike(4), severity=Severity.INFO, layer="fc1")
+    snapshot = add(tally, step=4, findings=(note,))
+
+    assert snapshot.findings[FindingKind.GRADIENT_SPIKE] == 0
+    assert snapshot.last_findings == {}
+
+
 def nonfinite(snapshot: Snapshot) -> set[str]:
     return {str(quantity) for quantity, count in snapshot.nonfinite_steps.items() if count}
 

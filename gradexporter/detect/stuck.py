@@ -175,11 +175,11 @@ class VanishingGradient:
         if column is None or step.report.applied is False:
             return None
         values, observed = column
-        usable = observed & (values > 0) & (values < np.inf)
+        order = execution_order(table)
+        usable = observed & (values > 0) & (values < np.inf) & ~np.isnan(order)
         if not usable.any():
             return None
-        order = np.where(usable, execution_order(table), np.inf)
-        first = int(np.argmin(order))
+        first = int(np.argmin(np.where(usable, order, np.inf)))
         largest = float(values[usable].max())
         decades = math.log10(largest) - math.log10(float(values[first]))
         share = step.progress.share
