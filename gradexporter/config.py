@@ -148,6 +148,9 @@ class JudgeConfig:
     """... which this many such steps in a row are, however it began."""
     excursion_pause_steps: int = 8
     """Steps without anything odd that an excursion may pause."""
+    bad_batch_decades: float = 1.2
+    """Decades above their usual range, sixteen times, from where inputs or targets are blamed for what follows; a
+    milder batch sets off only what was about to happen."""
     exploding_drift_decades: float = 1.0
     """Decades that a baseline must have risen before an excursion for it to be the end of a slow explosion."""
     drift_forget_decades: float = 5e-4

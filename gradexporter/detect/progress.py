@@ -11,6 +11,9 @@ _START_READINGS = 10
 
 _TAU_STEPS = 8
 
+_SMALLEST = 1e-12
+"""Losses below it count as this much, zero among them."""
+
 
 class Smooth:
     """An exponential mean that a reading after a gap moves further."""
@@ -44,7 +47,6 @@ class Progress:
         self._start: list[float] = []
         self._recent = Smooth(_TAU_STEPS)
         self._usual = Smooth(tau_steps)
-        self._loss = Smooth(_TAU_STEPS)
         self._swing = Smooth(_TAU_STEPS)
         self._last = math.nan
         self.signed = False
@@ -57,10 +59,10 @@ class Progress:
         self.signed = self.signed or loss < 0
         if len(self._start) < _START_READINGS:
             self._start.append(loss)
-        self._loss.add(loss, step)
-        if loss > 0:
-            self._recent.add(math.log10(loss), step)
-            self._usual.add(math.log10(loss), step)
+        # Means of the logarithm: one outlier of a million must not outweigh the hundred losses after it.
+        u = math.log10(max(loss, _SMALLEST))
+        self._recent.add(u, step)
+        self._usual.add(u, step)
         if self._last > 0 and loss > 0:
             self._swing.add(abs(math.log10(loss) - math.log10(self._last)), step)
         self._last = loss
@@ -71,7 +73,7 @@ class Progress:
         if self.signed or not self._start:
             return math.nan
         start = statistics.median_low(self._start)
-        return self._loss.value / start if start > 0 else math.nan
+        return 10 ** (self._recent.value - math.log10(start)) if start > 0 else math.nan
 
     @property
     def trend_decades(self) -> float:

@@ -210,9 +210,9 @@ class Oscillation:
     def __call__(self, step: Step) -> Finding | None:
         config, progress, number = self._config, step.progress, step.report.step
         if step.observed("update_ratio") and (update := step.report.update_ratio) is not None:
-            self._update.add(update, number)
+            self._update.add(math.log10(update), number)
         swings = (
-            self._update.value > config.oscillation_update_ratio
+            self._update.value > math.log10(config.oscillation_update_ratio)
             and progress.share > config.oscillation_loss_share
             and progress.swing_decades > config.oscillation_swing_decades
         )

@@ -84,7 +84,7 @@ class Incident:
         half = detection.step.report.dtype_max < SMALL_DTYPE and found.quantity is Quantity.ACTIVATION
         if trail.in_excursion:
             return self._excursion_shape(trail, config, half)
-        if trail.batch_near(trail.number) is not None and found.quantity is Quantity.ACTIVATION:
+        if trail.blames_batch(trail.number) and found.quantity is Quantity.ACTIVATION:
             return Shape.HALF_PRECISION_OVERFLOW if half else Shape.BAD_BATCH
         early = trail.number <= config.warmup_steps and trail.early_decades > config.warmup_jump_decades
         if early or trail.headroom_decades < config.near_limit_decades:
@@ -105,11 +105,13 @@ class Incident:
     def _excursion_shape(self, trail: Trail, config: JudgeConfig, half: bool) -> Shape:
         excursion = trail.excursion
         assert excursion is not None
-        if trail.batch_near(excursion.number) is not None:
+        if trail.blames_batch(excursion.number):
             return Shape.BAD_BATCH
         if half and self.peak is None:
             return Shape.HALF_PRECISION_OVERFLOW
-        if excursion.longest >= config.exploding_steps or excursion.drift_decades >= config.exploding_drift_decades:
+        is_past_peak = excursion.decades < excursion.peak_decades - 1
+        explodes = excursion.longest >= config.exploding_steps and not is_past_peak
+        if explodes or excursion.drift_decades >= config.exploding_drift_decades:
             return Shape.HALF_PRECISION_OVERFLOW if half else Shape.EXPLODING_GRADIENT
         return Shape.SPIKE_CASCADE
 

@@ -28,6 +28,10 @@ class Excursion:
     """Steps in a row that are above thirty times the usual ..."""
     longest: int = 0
     """... and the most that there were."""
+    decades: float = 0.0
+    """How far the furthest value is above its usual now ..."""
+    peak_decades: float = 0.0
+    """... and at most."""
 
 
 @dataclass(slots=True)
@@ -53,8 +57,10 @@ class Trail:
         step = detection.step
         self.number = step.number
         kinds = {finding.kind: finding for finding in detection.findings}
-        if FindingKind.INPUT_OUT_OF_RANGE in kinds:
-            self.batch = (step.number, kinds[FindingKind.INPUT_OUT_OF_RANGE])
+        batch = kinds.get(FindingKind.INPUT_OUT_OF_RANGE)
+        known = self.batch_near(step.number)
+        if batch is not None and (known is None or (batch.ratio or 0) > (known.ratio or 0)):
+            self.batch = (step.number, batch)
         rate = kinds.get(FindingKind.LEARNING_RATE_JUMP)
         if rate is not None and (rate.ratio or 0) > 1:
             self.rate = (step.number, rate)
@@ -84,7 +90,9 @@ class Trail:
             assert self.excursion is not None
             self.excursion.last = step.number
         if self.excursion is not None:
-            far = any(deviation > self.config.excursion_far_decades for deviation in deviations)
+            self.excursion.decades = max((deviation for deviation in deviations if deviation > 0), default=0.0)
+            self.excursion.peak_decades = max(self.excursion.peak_decades, self.excursion.decades)
+            far = self.excursion.decades > self.config.excursion_far_decades
             self.excursion.running = self.excursion.running + 1 if far else 0
             self.excursion.longest = max(self.excursion.longest, self.excursion.running)
 
@@ -106,6 +114,11 @@ class Trail:
     def batch_near(self, number: int) -> Finding | None:
         """The batch out of range within two steps of a step, if there was one."""
         return self.batch[1] if self.batch is not None and abs(self.batch[0] - number) <= 2 else None
+
+    def blames_batch(self, number: int) -> bool:
+        """Whether a batch within two steps of a step was so far out of range that it explains what followed."""
+        batch = self.batch_near(number)
+        return batch is not None and (batch.ratio or 0) >= 10**self.config.bad_batch_decades
 
     def rate_before(self, number: int) -> Finding | None:
         """The jump of the learning rate shortly before a step, if there was one."""
