@@ -111,6 +111,8 @@ class JudgeConfig:
     """Share of the weights' norm below which an update changes nothing in single precision."""
     stalled_rate_share: float = 0.01
     """Share of the largest learning rate so far below which small updates are the schedule's doing."""
+    stalled_loss_share: float = 0.1
+    """Share of the first losses below which a run has converged and may stand still."""
     stalled_cut_decades: float = 3.0
     """Decades by which no schedule cuts a learning rate in one step; a restart with the wrong one does."""
     dead_steps: int = 10
@@ -132,6 +134,8 @@ class JudgeConfig:
     """Smoothed share of the weights' norm above which updates are large; healthy runs stay below 0.008."""
     oscillation_loss_share: float = 0.5
     """Share of the first losses above which a loss that swings leads nowhere."""
+    oscillation_falling_share: float = 0.9
+    """Share of the loss at which it began to swing below which it gets somewhere all the same."""
     oscillation_swing_decades: float = 0.05
     """Smoothed decades by which the loss swings from step to step: an eighth, up or down."""
     oscillation_tau_steps: float = 16.0
@@ -151,6 +155,12 @@ class JudgeConfig:
     bad_batch_decades: float = 1.2
     """Decades above their usual range, sixteen times, from where inputs or targets are blamed for what follows; a
     milder batch sets off only what was about to happen."""
+    bad_batch_within_steps: int = 2
+    """Steps between such a batch and the first odd value."""
+    nan_from_start_steps: int = 2
+    """Steps by which a run that is not finite was so from its start."""
+    past_peak_decades: float = 1.0
+    """Decades below its peak at which an excursion subsides and is no explosion."""
     exploding_drift_decades: float = 1.0
     """Decades that a baseline must have risen before an excursion for it to be the end of a slow explosion."""
     drift_forget_decades: float = 5e-4

@@ -10,6 +10,10 @@ _START_READINGS = 10
 """Readings whose median is the loss that the run started from."""
 
 _TAU_STEPS = 8
+"""Memory of the recent loss: short, so that progress of the first steps shows."""
+
+_LARGEST_SHARE = 4.0
+"""Losses count as this many times the first ones at most."""
 
 _SMALLEST = 1e-12
 """Losses below it count as this much, zero among them."""
@@ -45,6 +49,7 @@ class Progress:
     def __init__(self, tau_steps: float) -> None:
         """``tau_steps`` is the memory that the trend is held against."""
         self._start: list[float] = []
+        self._share = Smooth(_TAU_STEPS)
         self._recent = Smooth(_TAU_STEPS)
         self._usual = Smooth(tau_steps)
         self._swing = Smooth(_TAU_STEPS)
@@ -59,7 +64,10 @@ class Progress:
         self.signed = self.signed or loss < 0
         if len(self._start) < _START_READINGS:
             self._start.append(loss)
-        # Means of the logarithm: one outlier of a million must not outweigh the hundred losses after it.
+        start = statistics.median_low(self._start)
+        if start > 0:
+            # Bounded, since one outlier of a million would outweigh the hundred losses after it.
+            self._share.add(min(loss / start, _LARGEST_SHARE), step)
         u = math.log10(max(loss, _SMALLEST))
         self._recent.add(u, step)
         self._usual.add(u, step)
@@ -70,10 +78,7 @@ class Progress:
     @property
     def share(self) -> float:
         """The smoothed loss as a share of the first ones; NaN where unknown."""
-        if self.signed or not self._start:
-            return math.nan
-        start = statistics.median_low(self._start)
-        return 10 ** (self._recent.value - math.log10(start)) if start > 0 else math.nan
+        return math.nan if self.signed else self._share.value
 
     @property
     def trend_decades(self) -> float:

@@ -91,16 +91,12 @@ class StalledUpdates:
         config, rate = self._config, step.report.learning_rate
         if rate is not None and not rate > 0:
             return False
-        unconverged = step.progress.share > _CONVERGED_SHARE
+        unconverged = step.progress.share > config.stalled_loss_share
         if self._is_cut:
             return unconverged
         if rate is not None and rate < config.stalled_rate_share * self._largest_rate:
             return False
         return update == 0 or (0 < update < config.stalled_update_ratio and unconverged)
-
-
-_CONVERGED_SHARE = 0.1
-"""A loss below this share of the first ones is taken as converged."""
 
 
 class DeadLayer:
@@ -218,13 +214,9 @@ class Oscillation:
         )
         if not swings:
             self._since = None
-        elif self._since is None or progress.share < _STILL_FALLING * self._share:
+        elif self._since is None or progress.share < config.oscillation_falling_share * self._share:
             self._since, self._share = number, progress.share
         lasts = self._since is not None and number - self._since >= config.oscillation_steps
         if not self._episode.reports(step, lasts, silent=not step.quiet):
             return None
         return step.found(FindingKind.OSCILLATION, "loss")
-
-
-_STILL_FALLING = 0.9
-"""A loss that lost a tenth since it began to swing gets somewhere all the same."""

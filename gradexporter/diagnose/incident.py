@@ -9,9 +9,6 @@ from gradexporter.detect import Detection
 from gradexporter.diagnose.trail import Trail
 from gradexporter.records import NONFINITE_QUANTITIES, Finding, FindingKind, Quantity, Severity, Shape, State
 
-FIRST_STEPS = 2
-"""A run that is not finite by then was so from its start."""
-
 SMALL_DTYPE = 1e6
 """Largest values below it are half precision's; a bfloat16 reaches as far as a float32."""
 
@@ -77,7 +74,7 @@ class Incident:
             self.since_step = self.nonfinite.step
 
     def _nonfinite_shape(self, detection: Detection, trail: Trail, config: JudgeConfig, found: Finding) -> Shape:
-        if trail.number <= FIRST_STEPS:
+        if trail.number <= config.nan_from_start_steps:
             return Shape.RESUME_MISMATCH if self.resumed else Shape.NAN_FROM_START
         if found.quantity is Quantity.INPUT:
             return Shape.BAD_INPUT
@@ -109,7 +106,7 @@ class Incident:
             return Shape.BAD_BATCH
         if half and self.peak is None:
             return Shape.HALF_PRECISION_OVERFLOW
-        is_past_peak = excursion.decades < excursion.peak_decades - 1
+        is_past_peak = excursion.decades < excursion.peak_decades - config.past_peak_decades
         explodes = excursion.longest >= config.exploding_steps and not is_past_peak
         if explodes or excursion.drift_decades >= config.exploding_drift_decades:
             return Shape.HALF_PRECISION_OVERFLOW if half else Shape.EXPLODING_GRADIENT

@@ -112,11 +112,13 @@ class Trail:
         return self.excursion is not None and self.number - self.excursion.last <= self.config.excursion_pause_steps
 
     def batch_near(self, number: int) -> Finding | None:
-        """The batch out of range within two steps of a step, if there was one."""
-        return self.batch[1] if self.batch is not None and abs(self.batch[0] - number) <= 2 else None
+        """The batch out of range within a few steps of a step, if there was one."""
+        if self.batch is None or abs(self.batch[0] - number) > self.config.bad_batch_within_steps:
+            return None
+        return self.batch[1]
 
     def blames_batch(self, number: int) -> bool:
-        """Whether a batch within two steps of a step was so far out of range that it explains what followed."""
+        """Whether a batch within a few steps of a step was so far out of range that it explains what followed."""
         batch = self.batch_near(number)
         return batch is not None and (batch.ratio or 0) >= 10**self.config.bad_batch_decades
 
