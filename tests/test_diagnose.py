@@ -90,6 +90,24 @@ def test_a_spike_with_a_batch_out_of_range_is_a_bad_batch(field: str):
     assert shape_after(history) is Shape.BAD_BATCH
 
 
+def test_a_batch_five_times_larger_only_sets_a_cascade_off():
+    history = calm(40)
+    history.run(1, gradient_norm=60.0, input_max_abs=15.0)
+    history.run(3, gradient_norm=40.0, parameter_max_abs=5.0)
+
+    found = diagnosis(history)
+    assert found.shape is Shape.SPIKE_CASCADE
+    assert found.evidence[0] == "Step 41: largest input 15, 5 times its usual 3: the batch is out of range."
+
+
+def test_a_spike_that_subsides_slowly_is_no_explosion():
+    history = calm(40)
+    for step in range(40):
+        history.run(1, gradient_norm=1e5 * 0.85**step, parameter_max_abs=9.0)
+
+    assert shape_after(history) is Shape.SPIKE_CASCADE
+
+
 def test_a_batch_out_of_range_that_overflows_the_forward_pass_is_a_bad_batch():
     history = calm(40)
     history.run(1, input_max_abs=1e30, nonfinite={"activation": 7}, loss=math.nan)
