@@ -68,6 +68,6 @@ def _random_run_id() -> str:
 def _number(environ: Mapping[str, str], *variables: str, otherwise: int = 0) -> int:
     for variable in variables:
         text = environ.get(variable, "").strip()
-        if text.isdigit():
+        if text.isascii() and text.isdigit() and len(text) < 10:  # a rank, not a number of some other kind
             return int(text)
     return otherwise

@@ -201,7 +201,9 @@ class Monitor:
 
     def _number(self, loss: Any) -> float | Tensor | None:
         if isinstance(loss, Tensor):
-            if loss.numel() == 1 and not loss.is_complex():
+            if torch._C._are_functorch_transforms_active():
+                return None  # under vmap or grad it has no value yet
+            if not loss.is_complex() and not loss.is_meta and not loss.is_nested and loss.numel() == 1:
                 # A copy: the user's tensor is not kept, and changing it in place changes nothing here.
                 return loss.detach().to(torch.float64, copy=True).reshape(())
         elif isinstance(loss, (int, float)) and not isinstance(loss, bool):

@@ -220,13 +220,15 @@ class Capture:
         """One layer has returned ``output``."""
         if not self.alive or torch._C._current_graph_task_id() != -1:
             return  # inside a backward a forward only recomputes what was measured already
+        if torch._C._are_functorch_transforms_active():
+            return  # a tensor under vmap or grad has no value yet
         if not (self._training if self._depth else self._model.training and torch.is_grad_enabled()):
             return
         began = time.perf_counter()
         try:
             if self._closed is not None:
                 self.seal()
-            if type(output) is Tensor and output.dtype in stats.ORDINARY_DTYPES:  # nearly always
+            if type(output) is Tensor and output.dtype in stats.ORDINARY_DTYPES and output.device.type != "meta":
                 self._add_output(layer, output.detach())
             else:
                 for tensor in floating(output):
@@ -465,7 +467,8 @@ def _rates(optimizer: Optimizer) -> list[Number]:
 def floating(value: Any, depth: int = 0) -> Iterator[Tensor]:
     """The floating tensors of a nested structure of sequences, mappings and dataclasses."""
     if isinstance(value, Tensor):
-        if value.dtype in stats.FLOATING or value.is_complex():
+        valued = not (value.is_meta or value.is_nested)
+        if valued and (value.dtype in stats.FLOATING or value.is_complex()):
             yield value
     elif depth < 8:
         if isinstance(value, Mapping):
