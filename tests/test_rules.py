@@ -590,6 +590,31 @@ def test_the_non_finite_page_names_the_rank_and_layer_that_were_first(bench):
     )
 
 
+def test_a_page_about_a_loss_names_no_layer(bench):
+    rank = Rank(
+        first_nonfinite=(NOON, 15, "loss", Quantity.LOSS),
+        findings={FindingKind.NONFINITE: (NOON,)},
+    )
+
+    bench.expect_text(
+        [rank],
+        NOON,
+        NONFINITE,
+        PAGE,
+        texts(
+            NONFINITE,
+            "Training produces non-finite values.",
+            "Run run-a in namespace ml, attempt 0,",
+            "has NaN or Inf in a loss, activation, parameter or applied gradient,",
+            "last at 1970-01-01 00:40:00 +0000 UTC.",
+            "It began at step 15 in the loss on rank 0.",
+            "No healthy step is known.",
+            "No clean checkpoint was reported.",
+            "First action: stop the run, every further step is wasted.",
+        ),
+    )
+
+
 def test_a_page_says_what_is_not_known(bench):
     bench.expect_text(
         [Rank(findings={FindingKind.NONFINITE: (NOON,)})],

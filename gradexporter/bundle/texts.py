@@ -36,8 +36,10 @@ def first_nonfinite(window: int) -> str:
     return _about(
         f"bottomk(1, max by (rank, layer, quantity) (max_over_time({info}))"
         f" * on (rank) group_left () max by (rank) (max_over_time({step})))",
-        'It began at step {{ value . | printf "%.0f" }} in the {{ label "quantity" . }} of layer'
-        ' {{ label "layer" . }} on rank {{ label "rank" . }}.',
+        # The loss and the input belong to no layer; their quantity stands in its place.
+        'It began at step {{ value . | printf "%.0f" }} in the {{ label "quantity" . }}'
+        '{{ if ne (label "layer" .) (label "quantity" .) }} of layer {{ label "layer" . }}{{ end }}'
+        ' on rank {{ label "rank" . }}.',
         "Where it began is not known.",
     )
 
