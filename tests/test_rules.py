@@ -593,6 +593,7 @@ def test_the_non_finite_page_names_the_rank_and_layer_that_were_first(bench):
 def test_a_page_about_a_loss_names_no_layer(bench):
     rank = Rank(
         first_nonfinite=(NOON, 15, "loss", Quantity.LOSS),
+        diagnosis="undefined_operation",
         findings={FindingKind.NONFINITE: (NOON,)},
     )
 
@@ -608,6 +609,7 @@ def test_a_page_about_a_loss_names_no_layer(bench):
             "has NaN or Inf in a loss, activation, parameter or applied gradient,",
             "last at 1970-01-01 00:40:00 +0000 UTC.",
             "It began at step 15 in the loss on rank 0.",
+            "Diagnosis: undefined_operation.",
             "No healthy step is known.",
             "No clean checkpoint was reported.",
             "First action: stop the run, every further step is wasted.",
