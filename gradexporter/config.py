@@ -363,6 +363,8 @@ def _from_env(environ: Mapping[str, str]) -> dict[str, Any]:
                 Config(**{name: found[name]})
             except ConfigError as error:
                 raise ConfigError(f"{variable}={text!r} cannot be used: {error}") from None
+        elif variable[len(ENV_PREFIX) :].lower() in _SCALARS:
+            _log.warning("%s is not read: pass %s= to watch() instead", variable, variable[len(ENV_PREFIX) :].lower())
         elif near := difflib.get_close_matches(variable.removeprefix(ENV_PREFIX), suffixes, n=1, cutoff=0.75):
             meant = ENV_PREFIX + near[0]
             _log.warning("the environment sets %s, which nothing reads; did you mean %s?", variable, meant)

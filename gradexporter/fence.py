@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import CodeType
 
 PARTS = ("hooks", "observe", "readback", "judge", "publish", "endpoint", "close")
 """Where a fault of ours can happen; each has its series from the start."""
@@ -26,7 +29,13 @@ class Fence:
         return dict(self._failures)
 
     def record(self, part: str, error: BaseException | str) -> None:
-        """Counts a fault; the first of each part is logged with its traceback."""
+        """Counts a fault; the first of each part is logged with its traceback.
+
+        Raises it again if it is none of ours: a signal handler of the user's (a time limit, a preemption notice)
+        may raise wherever Python happens to be, and that is sometimes here.
+        """
+        if isinstance(error, BaseException) and _from_signal_handler(error):
+            raise error
         with self._lock:
             self._failures[part] = self._failures.get(part, 0) + 1
             first = self._failures[part] == 1
@@ -46,3 +55,24 @@ class Fence:
             yield
         except Exception as error:
             self.record(part, error)
+
+
+def _from_signal_handler(error: BaseException) -> bool:
+    handlers = {code for number in signal.valid_signals() if (code := _code(signal.getsignal(number))) is not None}
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code in handlers:
+            return True
+        trace = trace.tb_next
+    return False
+
+
+def _code(handler: object) -> CodeType | None:
+    """Code of a Python signal handler; None of a default, ignored or native one."""
+    while isinstance(handler, functools.partial):
+        handler = handler.func
+    for candidate in (handler, vars(type(handler)).get("__call__")):
+        code = getattr(candidate, "__code__", None)
+        if isinstance(code, CodeType):
+            return code
+    return None

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
+from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
 from gradexporter import identity
@@ -59,6 +60,8 @@ def watch(
     optimizers = _checked(model, optimizer, scaler)
     if config.disabled:
         return Monitor()
+    if any(monitor._parts is not None and monitor._parts.capture.watches(model) for monitor in list(_open)):
+        _log.warning("gradexporter: this model is watched already, and measured twice from now on; close() the first")
     fence = Fence()
     cadence = Cadence(config)
     own = identity.identify(config, type(model).__name__, ", ".join(type(one).__name__ for one in optimizers))
@@ -79,6 +82,17 @@ def _checked(model: Any, optimizer: Any, scaler: Any) -> list[Optimizer]:
     optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
     if not optimizers:
         raise ConfigError("optimizer cannot be an empty sequence: pass the optimizers that update the model")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise ConfigError(
+            f"model cannot be a {type(model).__name__}: TorchScript takes no hooks; watch the Python module instead"
+        )
+    if any(isinstance(parameter, UninitializedParameter) for parameter in model.parameters()):
+        raise ConfigError(
+            "model has parameters that are not initialised yet (lazy modules): run one forward with a sample "
+            "batch first"
+        )
+    if len({id(one) for one in optimizers}) < len(optimizers):
+        raise ConfigError("optimizer holds the same object twice: pass each optimizer once")
     own = {id(parameter) for parameter in model.parameters()}
     for one in optimizers:
         if not isinstance(one, Optimizer):
@@ -167,19 +181,26 @@ class Monitor:
         self._parts = parts
         self._closed = parts is None
         self._closing = threading.Lock()
-        self._odd_loss_logged = False
         if parts is None:
             return
         try:
             parts.capture.attach()
+            parts.worker.start()
         except BaseException:
+            parts.capture.detach()
             if parts.endpoint is not None:
                 parts.endpoint.close()
             raise
         parts.capture.monitor = self  # a monitor that nobody kept lives as long as the hooks
-        parts.worker.start()
-        weakref.finalize(self, _release, parts.worker, parts.endpoint).atexit = False
+        self._finalizer = weakref.finalize(self, _release, parts.worker, parts.endpoint)
+        self._finalizer.atexit = False
         _open.add(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Monitor:
+        return Monitor()  # a copy of a trainer that holds us watches nothing
+
+    def __reduce__(self) -> tuple[type[Monitor], tuple[()]]:
+        return Monitor, ()
 
     # -- the training loop ----------------------------------------------------------------------
 
@@ -222,17 +243,22 @@ class Monitor:
         """Notes that a checkpoint of ``step`` (None: the last closed one) was written to ``path``."""
         if self._closed or self._parts is None:
             return
-        if step is None:
-            step = self._parts.capture.last_step
-        if step is not None:
-            self._parts.worker.tell("checkpoint", int(step))
+        with self._parts.fence.guarding("observe"):
+            if step is None:
+                step = self._parts.capture.last_step
+            if step is not None:
+                self._parts.worker.tell("checkpoint", int(step))
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Marks a block as ``eval`` or ``checkpoint``, so that a pause of training is not a stall."""
-        if name not in PHASES:
-            raise ConfigError(f"phase cannot be {name!r}: give one of {', '.join(PHASES)}")
-        self._tell_phase(name)
+        """Marks a block as ``eval`` or ``checkpoint``, so that a pause of training is not a stall.
+
+        Another name is logged and counted, and the block runs all the same.
+        """
+        if name in PHASES:
+            self._tell_phase(name)
+        elif not self._closed and self._parts is not None:
+            self._parts.fence.record("observe", f"phase cannot be {name!r}: give one of {', '.join(PHASES)}")
         try:
             yield
         finally:
@@ -295,6 +321,7 @@ class Monitor:
             self._closed = True
         parts = self._parts
         _open.discard(self)
+        self._finalizer.detach()
         with parts.fence.guarding("close"):
             parts.capture.seal()
         with parts.fence.guarding("close"):
@@ -309,6 +336,7 @@ class Monitor:
                 finally:  # Ctrl-C ends the hold, and the port with it
                     parts.endpoint.close()
         parts.capture.monitor = None
+        parts.capture.forget()
 
     def __enter__(self) -> Monitor:
         return self
@@ -349,6 +377,7 @@ def _in_forked_child() -> None:
     for monitor in list(_open):
         parts = monitor._parts
         monitor._closed = True
+        monitor._finalizer.detach()
         if parts is not None:
             parts.capture.alive = False
     _open.clear()

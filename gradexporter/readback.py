@@ -146,7 +146,8 @@ def _report(pending: Pending, norms_before: Values | None) -> StepReport:
     if loss is not None:
         nonfinite["loss"] = float(sum(not math.isfinite(part) for part in losses))
     rates = tuple(_number(rate) for rate in pending.rates)
-    dtype_max = FLOAT32_MAX if pending.dtype_max is None else float(np.min(pending.dtype_max, initial=FLOAT32_MAX))
+    ran = None if pending.order is None or pending.dtype_max is None else pending.dtype_max[pending.order >= 0]
+    dtype_max = FLOAT32_MAX if ran is None or not ran.size else float(ran.min())
     return StepReport(
         step=pending.step,
         loss=loss,
@@ -302,7 +303,7 @@ def _fold_activations(
         columns["activation_max_abs"] = (largest, measured)
         columns["activation_zero_ratio"] = (zeros / size, measured)
         fields["activation_max_abs"] = float(np.max(largest[measured]))
-    if pending.dtype_max is not None and (pending.dtype_max < FLOAT32_MAX).any():
+    if pending.dtype_max is not None and (pending.dtype_max != FLOAT32_MAX).any():
         columns["dtype_max"] = (pending.dtype_max, ran)
 
 

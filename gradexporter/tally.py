@@ -94,8 +94,8 @@ class Tally:
         """Everything up to the last call, as one immutable record."""
         return self._snapshot
 
-    def begin(self, itself: SelfStats) -> Snapshot:
-        """The snapshot before the first step."""
+    def refresh(self, itself: SelfStats) -> Snapshot:
+        """The snapshot with what the exporter knows about itself now."""
         self._snapshot = dataclasses.replace(self._snapshot, itself=itself)
         return self._snapshot
 

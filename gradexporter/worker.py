@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import logging
+import queue
 import threading
 import time
 from collections.abc import Callable
@@ -41,12 +42,9 @@ class Worker:
         self._judges = [Judge(config.judge) for _ in range(optimizers)]
         self._reader = Reader()
         self._tally = Tally(identity, time.time)
-        self._queue: collections.deque[tuple[str, Any]] = collections.deque()
-        self._wake = threading.Condition()
-        self._waiting_steps = 0
+        # A queue in C: an interrupt of the trainer thread, or a fork, never finds its lock half taken.
+        self._queue: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self._dropped = 0
-        self._busy = False
-        self._stopping = False
         self._seconds = 0.0
         self._said: dict[FindingKind, int] = {}
         self.findings: collections.deque[Finding] = collections.deque(maxlen=MOST_FINDINGS)
@@ -61,65 +59,54 @@ class Worker:
 
     def start(self) -> None:
         """Starts the thread."""
-        self._publish()
+        self._refresh()
         self._thread.start()
 
     def submit(self, pending: Pending) -> None:
         """Queues a sealed step; drops the oldest rather than let training wait."""
-        with self._wake:
-            if self._waiting_steps >= MOST_PENDING:
-                self._drop_oldest()
-            self._waiting_steps += 1
-            self._queue.append(("step", pending))
-            self._wake.notify()
+        if self._queue.qsize() >= MOST_PENDING:
+            self._drop_oldest()
+        self._queue.put(("step", pending))
 
     def tell(self, what: str, value: Any) -> None:
         """Queues a fact about the run: its phase, a checkpoint, its end."""
-        with self._wake:
-            self._queue.append((what, value))
-            self._wake.notify()
+        self._queue.put((what, value))
 
     def drain(self, timeout: float) -> bool:
         """Waits until everything queued is published; False if that took longer than ``timeout`` seconds."""
-        with self._wake:
-            return self._wake.wait_for(lambda: not self._queue and not self._busy, timeout)
+        reached = threading.Event()
+        self._queue.put(("reached", reached))
+        return reached.wait(timeout)
 
     def stop(self, timeout: float) -> None:
         """Ends the thread after what is queued, or after ``timeout`` seconds."""
-        with self._wake:
-            self._stopping = True
-            self._wake.notify_all()
+        self._queue.put(("stop", None))
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(timeout)
 
     def _drop_oldest(self) -> None:
-        for index, (what, _) in enumerate(self._queue):
-            if what == "step":
-                del self._queue[index]
-                self._waiting_steps -= 1
-                self._dropped += 1
-                return
+        try:
+            what, value = self._queue.get_nowait()
+        except queue.Empty:
+            return
+        if what == "step":
+            self._dropped += 1
+        else:
+            self._queue.put((what, value))
 
     def _run(self) -> None:
         while True:
-            with self._wake:
-                self._busy = False
-                self._wake.notify_all()
-                if not self._queue and not self._stopping:
-                    self._wake.wait(1.0)
-                if not self._queue:
-                    if self._stopping:
-                        return
-                    what, value = "idle", None
-                else:
-                    what, value = self._queue.popleft()
-                    self._waiting_steps -= what == "step"
-                    self._busy = True
+            try:
+                what, value = self._queue.get(timeout=1.0)
+            except queue.Empty:
+                what, value = "idle", None
+            if what == "stop":
+                return
             began = time.thread_time()
             try:
                 self._handle(what, value)
             except Exception as error:
-                self._fence.record("judge" if what == "step" else "publish", error)
+                self._fence.record("publish", error)
             self._seconds += time.thread_time() - began
 
     def _handle(self, what: str, value: Any) -> None:
@@ -127,6 +114,11 @@ class Worker:
             self._step(value)
         elif what == "idle":
             self.idle()
+            self._refresh()
+        elif what == "reached":
+            if self._fence.failures != self.snapshot.itself.failures:
+                self._refresh()
+            value.set()
         elif what == "phase":
             self.snapshot = self._tally.phase(value)
         elif what == "checkpoint":
@@ -135,16 +127,23 @@ class Worker:
             self.snapshot = self._tally.end(value, self._itself())
 
     def _step(self, pending: Pending) -> None:
-        with self._fence.guarding("readback"):
+        try:
             report = self._reader.report(pending)
+        except Exception as error:
+            self._fence.record("readback", error)
+            return
+        try:
             judged = self._judges[pending.optimizer](report)
-            odd = judged.state not in (None, State.WARMING_UP, State.HEALTHY)
-            if odd or any(finding.severity is not Severity.INFO for finding in judged.findings):
-                self._cadence.arm(judged.step)
-            self.findings.extend(judged.findings)
-            self.report = judged
-            self.snapshot = self._tally.add(judged, self._itself())
-            self._say(judged)
+        except Exception as error:
+            self._fence.record("judge", error)
+            judged = report  # measured but not judged, and the series says so
+        odd = judged.state not in (None, State.WARMING_UP, State.HEALTHY)
+        if odd or any(finding.severity is not Severity.INFO for finding in judged.findings):
+            self._cadence.arm(judged.step)
+        self.findings.extend(judged.findings)
+        self.report = judged
+        self.snapshot = self._tally.add(judged, self._itself())
+        self._say(judged)
 
     def _say(self, report: StepReport) -> None:
         for finding in report.findings:
@@ -162,14 +161,15 @@ class Worker:
                     report.last_healthy_step,
                 )
 
-    def _publish(self) -> None:
-        self.snapshot = self._tally.begin(self._itself())
+    def _refresh(self) -> None:
+        """Publishes what changed without a step: faults, lag, cost."""
+        self.snapshot = self._tally.refresh(self._itself())
 
     def _itself(self) -> SelfStats:
         facts = self.facts()
         facts["overhead_seconds"] = facts.get("overhead_seconds", 0.0) + self._seconds
         return SelfStats(
-            readback_lag_steps=self._waiting_steps,
+            readback_lag_steps=self._queue.qsize(),
             reports_dropped=self._dropped,
             failures=self._fence.failures,
             **facts,

@@ -139,13 +139,21 @@ class TestBadInput:
 
         assert "GRADEXPORTER_PAGIN, which nothing reads; did you mean GRADEXPORTER_PAGING?" in caplog.text
 
-    def test_an_unknown_phase(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        with (
-            gradexporter.watch(model, optimizer, serve=False) as monitor,
-            pytest.raises(ConfigError, match="phase cannot be 'lunch': give one of train, eval, checkpoint"),
-            monitor.phase("lunch"),
-        ):
-            pass
+    def test_the_same_optimizer_twice(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        with pytest.raises(ConfigError, match="the same object twice: pass each optimizer once"):
+            gradexporter.watch(model, [optimizer, optimizer])
+
+    def test_a_lazy_model(self) -> None:
+        model = nn.Sequential(nn.LazyLinear(3))
+
+        with pytest.raises(ConfigError, match="run one forward with a sample batch first"):
+            gradexporter.watch(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def test_a_scripted_model(self) -> None:
+        model = torch.jit.script(nn.Linear(2, 2))
+
+        with pytest.raises(ConfigError, match="TorchScript takes no hooks; watch the Python module instead"):
+            gradexporter.watch(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
 class TestSwitches:

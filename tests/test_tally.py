@@ -315,9 +315,9 @@ def test_the_newest_thousand_checkpoints_are_remembered(tally: Tally) -> None:
     assert add(tally, step=1500, last_healthy_step=499).last_clean_checkpoint_step is None
 
 
-def test_phase_begin_and_end_change_nothing_else(tally: Tally) -> None:
+def test_phase_refresh_and_end_change_nothing_else(tally: Tally) -> None:
     itself = SelfStats(watched_layers=3)
-    assert tally.begin(itself).itself is itself
+    assert tally.refresh(itself).itself is itself
     before = add(tally, loss=1.0)
 
     assert tally.phase("eval") == dataclasses.replace(before, phase="eval")

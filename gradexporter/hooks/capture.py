@@ -5,10 +5,14 @@ Runs on the trainer thread. Every entry point is fenced: a fault of ours is coun
 
 from __future__ import annotations
 
+import collections
 import functools
+import itertools
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar, cast
 
@@ -17,14 +21,25 @@ import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import _disable_current_modes
 
 from gradexporter import stats
 from gradexporter.config import Config
 from gradexporter.fence import Fence
 from gradexporter.hooks import points, scaler
 from gradexporter.hooks.cadence import Cadence
-from gradexporter.hooks.layers import Layer, find_layers
-from gradexporter.readback import Number, Pending, Plan, closed_on, pack
+from gradexporter.hooks.layers import find_layers
+from gradexporter.hooks.watched import Watched, held_by
+from gradexporter.readback import Number, Pending, closed_on, pack
+
+MOST_PARTS = 1024
+"""Losses and ranges that one step keeps, and parts of a batch that are looked at."""
+
+_FAST_PATHS = (nn.TransformerEncoderLayer, nn.TransformerEncoder, nn.MultiheadAttention)
+"""Modules that compute otherwise in eval when a module inside them has hooks."""
+
+_VALUELESS = frozenset({"FakeTensor", "FunctionalTensor"})
+"""Tensor classes that stand for a tensor and hold no value."""
 
 Method = TypeVar("Method", bound=Callable[..., None])
 
@@ -38,67 +53,18 @@ def fenced(method: Method) -> Method:
             return
         began = time.perf_counter()
         try:
-            method(self, *args, **kwargs)
+            if torch._C._len_torch_dispatch_stack():
+                # A mode of the user's (selective checkpointing, a counter) must not see our operations.
+                with _disable_current_modes():
+                    method(self, *args, **kwargs)
+            else:
+                method(self, *args, **kwargs)
         except Exception as error:
             self.fence.record("hooks", error)
         finally:
             self.seconds += time.perf_counter() - began
 
     return cast(Method, guarded)
-
-
-class Watched:
-    """One optimizer: its parameters, how they fold into layers, and the gradient of the step being built."""
-
-    def __init__(self, index: int, optimizer: Optimizer, layers: Sequence[Layer], leftovers: frozenset[int]) -> None:
-        self.index = index
-        self.optimizer = optimizer
-        self._layers = layers
-        self._leftovers = leftovers
-        self.block: stats.Block | None = None
-        """Gradient statistics of the step being built; a later end of backward replaces them."""
-        self.positions: tuple[int, ...] = ()
-        self.scaled = True
-        self.scale: Tensor | None = None
-        self.stepping = False
-        """Whether the optimizer's own hooks fired since a scaler announced a step."""
-        self.clip: Number | None = None
-        self.found_inf: Tensor | None = None
-        self.rates: list[Number] = []
-        self.refresh()
-
-    def refresh(self) -> list[nn.Parameter]:
-        """Takes in the parameters that the groups hold now; returns those that are new."""
-        before = {id(parameter) for parameter in getattr(self, "parameters", ())}
-        held = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
-        self.held = sum(len(group["params"]) for group in self.optimizer.param_groups)
-        names: list[str] = []
-        indexes: list[int] = []
-        owners: list[int] = []
-        self.parameters: list[nn.Parameter] = []
-        for index, layer in enumerate(self._layers):
-            mine = [parameter for parameter in layer.parameters if id(parameter) in held and parameter.numel()]
-            if mine or index in self._leftovers:
-                owners += [len(names)] * len(mine)
-                names.append(layer.name)
-                indexes.append(index)
-                self.parameters += mine
-        self.plan = Plan(tuple(names), tuple(indexes), np.array(owners, dtype=np.intp))
-        self.everything = tuple(range(len(self.parameters)))
-        self._layouts: dict[tuple[int, ...], stats.host.Layout] = {}
-        sizes = [parameter.numel() for parameter in self.parameters]
-        self.reference = min(range(len(sizes)), key=sizes.__getitem__, default=-1)
-        return [parameter for parameter in self.parameters if id(parameter) not in before]
-
-    def layout(self, positions: tuple[int, ...]) -> stats.host.Layout:
-        """How tensors shaped like these parameters are reduced together."""
-        layout = self._layouts.get(positions)
-        if layout is None:
-            if len(self._layouts) > 16:  # a loop that never touches the same parameters twice
-                self._layouts.clear()
-            layout = stats.host.Layout([self.parameters[at].shape for at in positions])
-            self._layouts[positions] = layout
-        return layout
 
 
 class Capture:
@@ -118,40 +84,51 @@ class Capture:
         self.fence = fence
         self.alive = False
         self.seconds = 0.0
-        self.layers = find_layers(model, parameterless=config.activations == "all")
-        held = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
-        free = (i for i, layer in enumerate(self.layers) if not any(id(p) in held for p in layer.parameters))
-        leftovers = frozenset(free)  # frozen or parameterless layers go with the first optimizer
-        self._watched = [
-            Watched(index, optimizer, self.layers, leftovers if index == 0 else frozenset())
-            for index, optimizer in enumerate(optimizers)
-        ]
         self.signals = {"gradient": True, "pre_clip": True, "activation": True, "update_ratio": True, "loss": False}
         self.monitor: object = None
         """Whoever must live as long as the hooks do."""
-        self._model = model
+        self._model: nn.Module | None = model
+        self._optimizers = list(optimizers)
+        self._parameterless = config.activations == "all"
         self._cadence = cadence
         self._submit = submit
         self._phase = phase
         self._phase_now = "train"
         self._lock = threading.RLock()
         self._handles: list[Any] = []
+        self._layer_handles: list[Any] = []
+        self._sheltered: dict[int, nn.Module] = {}
+        self._put_aside: dict[int, Any] = {}
         self._next = config.start_step
         self._closed: Pending | None = None
         self._closed_before: float | None = None
-        self._losses: list[Number] = []
+        self._losses: collections.deque[Number] = collections.deque(maxlen=MOST_PARTS)
         self._loss_comes_first = False
         self._backward_seen = False
         self._ranges: dict[str, list[stats.Block]] = {"input": [], "target": []}
         self._sources: dict[str, bool] = {"input": False, "target": False}
-        self._depth = 0
-        self._training = True
+        self._in_training_forward = False
+        self._trained_in = {True: False, False: False}
+        self._trains_in_eval = False
         self._rank = 0
+        self._activation_seconds = 0.0
+        self._full_activations = cadence.full("activation", self._next)
+        self._survey(model)
+
+    def _survey(self, model: nn.Module) -> None:
+        """Finds layers and parameters as they are now."""
+        parameters = [p for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]]
+        self.layers = find_layers(model, parameters, parameterless=self._parameterless)
+        held = {id(parameter) for parameter in parameters}
+        free = (i for i, layer in enumerate(self.layers) if not any(id(p) in held for p in layer.parameters))
+        leftovers = frozenset(free)  # frozen or parameterless layers go with the first optimizer
+        self._watched = [
+            Watched(index, optimizer, self.layers, leftovers if index == 0 else frozenset())
+            for index, optimizer in enumerate(self._optimizers)
+        ]
         self._order = [-1.0] * len(self.layers)  # lists: setting one number is faster than in an array
         self._dtypes = [torch.float32] * len(self.layers)
         self._accumulators: dict[torch.device, stats.host.Accumulator | stats.device.Accumulator] = {}
-        self._activation_seconds = 0.0
-        self._full_activations = cadence.full("activation", self._next)
 
     @property
     def last_step(self) -> int | None:
@@ -162,85 +139,154 @@ class Capture:
 
     def attach(self) -> None:
         """Sets every hook; raises what torch raises, with nothing left behind."""
+        assert self._model is not None
         try:
-            for index, layer in enumerate(self.layers):
-                self._hold(layer.module.register_forward_hook(points.LayerOutput(self, index)))
+            self._attach_layers()
             self._hold(self._model.register_forward_pre_hook(points.Entering(self), with_kwargs=True))
             self._hold(self._model.register_forward_hook(points.Leaving(self), always_call=True))
-            for watched in self._watched:
-                self._watch_parameters(watched, watched.parameters)
-                self._hold(watched.optimizer.register_step_pre_hook(functools.partial(_before, self, watched)))
-                self._hold(watched.optimizer.register_step_post_hook(functools.partial(_after, self, watched)))
+            me = weakref.ref(self)  # an optimizer alone keeps nothing of ours alive
+            for index, optimizer in enumerate(self._optimizers):
+                self._hold(optimizer.register_step_pre_hook(functools.partial(_before, me, index)))
+                self._hold(optimizer.register_step_post_hook(functools.partial(_after, me, index)))
             scaler.listen(self)
         except BaseException:
             self.detach()
             raise
         self.alive = True
 
+    def watches(self, model: nn.Module) -> bool:
+        """Whether this is the capture of ``model``."""
+        return self._model is model
+
     def detach(self) -> None:
         """Removes every hook; a second call does nothing."""
         self.alive = False
         scaler.unlisten(self)
-        while self._handles:
-            self._handles.pop().remove()
+        for handles in (self._layer_handles, self._handles):
+            while handles:
+                handles.pop().remove()
+        self._sheltered = {}
+
+    def forget(self) -> None:
+        """Lets go of model and optimizers, so that a closed monitor keeps no parameter alive."""
+        self._model = None
+        self._optimizers, self._watched, self._closed = [], [], None
+        self.layers, self._accumulators = [], {}
 
     def _hold(self, handle: Any) -> None:
         self._handles.append(handle)
 
-    def _watch_parameters(self, watched: Watched, parameters: Sequence[nn.Parameter]) -> None:
-        hook = points.Accumulated(self, watched)
-        for parameter in parameters:
-            if parameter.requires_grad:
-                self._hold(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+    def _attach_layers(self) -> None:
+        assert self._model is not None
+        sheltered = {
+            id(part) for fast in self._model.modules() if isinstance(fast, _FAST_PATHS) for part in fast.modules()
+        }
+        for index, layer in enumerate(self.layers):
+            if layer.module is None:
+                continue
+            handle = layer.module.register_forward_hook(points.LayerOutput(self, index))
+            self._layer_handles.append(handle)
+            if id(layer.module) in sheltered:
+                self._sheltered[handle.id] = layer.module
+        for watched in self._watched:
+            hook = points.Accumulated(self, watched)
+            for parameter in watched.parameters:
+                if parameter.requires_grad:
+                    handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+                    self._layer_handles.append(handle)
+
+    def _survey_again(self) -> None:
+        """A parameter joined or left a group: the layers are found anew."""
+        assert self._model is not None
+        while self._layer_handles:
+            self._layer_handles.pop().remove()
+        self._sheltered = {}
+        self._survey(self._model)
+        self._attach_layers()
+
+    def _shelter(self, training: bool) -> None:
+        """Takes our hooks off modules that leave a fast path, with other rounding, when they have any in eval."""
+        for key, module in self._sheltered.items():
+            if training:
+                if key not in module._forward_hooks and key in self._put_aside:
+                    module._forward_hooks[key] = self._put_aside.pop(key)
+            else:
+                hook = module._forward_hooks.pop(key, None)
+                if hook is not None:
+                    self._put_aside[key] = hook
 
     # -- forward --------------------------------------------------------------------------------
 
     @fenced
     def entering(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """The watched model is about to run."""
-        self._depth += 1
-        if self._depth > 1:
-            return
-        self._training = module.training and torch.is_grad_enabled()
-        phase = "train" if module.training else "eval"
-        if phase != self._phase_now:
-            self._phase_now = phase
-            self._phase(phase)
-        if self._training:
+        grad = torch.is_grad_enabled()
+        self._in_training_forward = grad and (module.training or self._trains_in_eval)
+        if grad:
+            self._trained_in[module.training] = True
+        if self._sheltered:
+            self._shelter(module.training)
+        self._enter_phase("train" if module.training or self._in_training_forward else "eval")
+        if self._in_training_forward:
             self.seal()
             if not self._sources["input"]:
                 self._measure_range("input", (args, kwargs))
 
+    def _enter_phase(self, phase: str) -> None:
+        if phase != self._phase_now:
+            self._phase_now = phase
+            self._phase(phase)
+
     @fenced
     def leaving(self) -> None:
         """The watched model has run, or raised."""
-        self._depth = max(0, self._depth - 1)
+        self._in_training_forward = False
+        if self._put_aside:
+            self._shelter(True)
+
+    def _measures(self) -> bool:
+        """Whether an output belongs to training; reentrant checkpointing runs its forward without grad mode."""
+        if self._in_training_forward:
+            return True
+        model = self._model
+        return torch.is_grad_enabled() and model is not None and (model.training or self._trains_in_eval)
 
     def layer_output(self, layer: int, output: Any) -> None:
         """One layer has returned ``output``."""
-        if not self.alive or torch._C._current_graph_task_id() != -1:
-            return  # inside a backward a forward only recomputes what was measured already
-        if torch._C._are_functorch_transforms_active():
-            return  # a tensor under vmap or grad has no value yet
-        if not (self._training if self._depth else self._model.training and torch.is_grad_enabled()):
+        if not self.alive:
+            return
+        if torch._C._are_functorch_transforms_active() or torch._C._get_tracing_state() is not None:
+            return  # a tensor under vmap, grad or a tracer has no value yet
+        if torch._C._current_graph_task_id() != -1:
+            # Inside a backward a checkpointed forward is computed again: measured then if it was not before.
+            if self._order[layer] >= 0 or not torch.is_grad_enabled():
+                return
+        elif not self._measures():
             return
         began = time.perf_counter()
         try:
-            if self._closed is not None:
-                self.seal()
-            if type(output) is Tensor and output.dtype in stats.ORDINARY_DTYPES and output.device.type != "meta":
-                self._add_output(layer, output.detach())
+            if torch._C._len_torch_dispatch_stack():
+                with _disable_current_modes():
+                    self._measure_output(layer, output)
             else:
-                for tensor in floating(output):
-                    self._add_output(layer, stats.plain(tensor))
-            self._order[layer] = self._rank
-            self._rank += 1
+                self._measure_output(layer, output)
         except Exception as error:
             self.fence.record("hooks", error)
         finally:
             spent = time.perf_counter() - began
             self.seconds += spent
             self._activation_seconds += spent
+
+    def _measure_output(self, layer: int, output: Any) -> None:
+        if self._closed is not None:
+            self.seal()
+        if type(output) is Tensor and output.dtype in stats.ORDINARY_DTYPES and output.device.type != "meta":
+            self._add_output(layer, output.detach())  # nearly always
+        else:
+            for tensor in floating(output):
+                self._add_output(layer, stats.plain(tensor))
+        self._order[layer] = self._rank
+        self._rank += 1
 
     def _add_output(self, layer: int, tensor: Tensor) -> None:
         if not tensor.numel():
@@ -267,6 +313,7 @@ class Capture:
         """A backward that touched this optimizer's parameters is complete, reductions over ranks included."""
         self._measure_gradients(watched)
         watched.scaled = True
+        self.signals["gradient"] = True
 
     def _measure_gradients(self, watched: Watched) -> None:
         gradients = [parameter.grad for parameter in watched.parameters]
@@ -299,17 +346,18 @@ class Capture:
     def step_begins(self, watched: Watched, closure: bool) -> None:
         """``optimizer.step()`` is about to change the parameters."""
         self.seal()
-        watched.stepping = True
         optimizer = watched.optimizer
-        if sum(len(group["params"]) for group in optimizer.param_groups) != watched.held:
-            self._watch_parameters(watched, watched.refresh())
-            watched.block = None
+        if held_by(optimizer) != watched.held:
+            self._survey_again()
+            watched = self._watched[watched.index]
+        watched.stepping = True
         if watched.block is None and not closure:
             self._measure_gradients(watched)
             watched.scaled = getattr(optimizer, "grad_scale", None) is not None
             self.signals["pre_clip"] = False
         else:
-            self._read_again(watched)
+            if not closure:  # its backward is still to come
+                self._read_again(watched)
             self.signals["pre_clip"] = True
         watched.found_inf = getattr(optimizer, "found_inf", None)
         watched.rates = _rates(optimizer)
@@ -329,15 +377,34 @@ class Capture:
     def _close(self, watched: Watched, *, applied: bool) -> None:
         self.seal()
         now = time.monotonic()
+        started, self._closed_before = self._closed_before, now
+        step, self._next = self._next, self._next + 1
+        losses, self._losses = list(self._losses), collections.deque(maxlen=MOST_PARTS)
+        try:
+            self._closed = self._closing(watched, step, started, now, losses, applied=applied)
+        finally:  # whatever failed, the next step starts afresh
+            watched.block, watched.scale, watched.clip, watched.found_inf = None, None, None, None
+            self._ranges = {"input": [], "target": []}
+            self._backward_seen = False
+            self._activation_seconds = 0.0
+            self._full_activations = self._cadence.full("activation", self._next)
+        if self._trained_in[True] or self._trained_in[False]:
+            self._trains_in_eval = not self._trained_in[True]
+            self._trained_in = {True: False, False: False}
+        self._enter_phase("train")
+
+    def _closing(
+        self, watched: Watched, step: int, started: float | None, now: float, losses: list[Number], *, applied: bool
+    ) -> Pending:
         pending = Pending(
-            step=self._next,
+            step=step,
             optimizer=watched.index,
             plan=watched.plan,
             applied=applied,
-            started=self._closed_before,
+            started=started,
             closed=now,
             timestamp=time.time(),
-            losses=self._losses,
+            losses=losses,
             rates=watched.rates,
             scaled=watched.scaled,
         )
@@ -347,21 +414,14 @@ class Capture:
         self._close_numbers(watched, pending)
         self._close_activations(watched, pending)
         state_seconds = self._close_state(watched, pending, applied)
-        activation_seconds, self._activation_seconds = self._activation_seconds, 0.0
         self._cadence.spent(
-            None if self._closed_before is None else now - self._closed_before,
+            None if started is None else now - started,
             state=state_seconds,
-            activation_full=activation_seconds if self._full_activations else None,
-            activation_sentinel=None if self._full_activations else activation_seconds,
+            activation_full=self._activation_seconds if self._full_activations else None,
+            activation_sentinel=None if self._full_activations else self._activation_seconds,
         )
-        watched.block, watched.scale, watched.clip, watched.found_inf = None, None, None, None
-        self._losses = []
-        self._backward_seen = False
-        self._next += 1
-        self._closed_before = now
-        self._full_activations = self._cadence.full("activation", self._next)
         closed_on(pending)
-        self._closed = pending
+        return pending
 
     def _close_numbers(self, watched: Watched, pending: Pending) -> None:
         if watched.scale is not None:
@@ -374,7 +434,6 @@ class Capture:
         for name, ranges in self._ranges.items():
             if ranges:
                 pending.numbers[f"{name}_max_abs"], pending.numbers[f"{name}_nonfinite"] = stats.extremes(ranges)
-        self._ranges = {"input": [], "target": []}
 
     def _close_activations(self, watched: Watched, pending: Pending) -> None:
         pending.order = np.array([self._order[index] for index in watched.plan.indexes])
@@ -413,7 +472,7 @@ class Capture:
 
     def observe(self, loss: Number | None, inputs: Any, targets: Any) -> None:
         """Adds a loss and the ranges of a batch to the step being built, or to the one just closed."""
-        with self._lock:
+        with self._lock, _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext():
             if loss is not None:
                 # Where the forward is not seen (compiled before us), a loop that observes before its backward
                 # must not give this loss to the step before.
@@ -431,7 +490,10 @@ class Capture:
     def _measure_range(self, name: str, batch: Any) -> None:
         tensors = [tensor for tensor in map(stats.plain, floating(batch)) if tensor.numel()]
         if tensors:
-            self._ranges[name].append(stats.measure(tensors))
+            ranges = self._ranges[name]
+            if len(ranges) >= MOST_PARTS:
+                del ranges[0]
+            ranges.append(stats.measure(tensors))
 
     def seal(self, older_than: float = 0.0) -> None:
         """Hands the closed step over, if there is one and it closed ``older_than`` seconds ago."""
@@ -446,12 +508,20 @@ class Capture:
             self._submit(closed)
 
 
-def _before(capture: Capture, watched: Watched, optimizer: Optimizer, args: Any, kwargs: Mapping[str, Any]) -> None:
-    capture.step_begins(watched, bool(kwargs.get("closure") or len(args) > 1))
+def _before(
+    capture: weakref.ref[Capture], index: int, optimizer: Optimizer, args: Any, kwargs: Mapping[str, Any]
+) -> None:
+    live = capture()
+    if live is not None and live.alive:
+        live.step_begins(live._watched[index], bool(kwargs.get("closure") or len(args) > 1))
 
 
-def _after(capture: Capture, watched: Watched, optimizer: Optimizer, args: Any, kwargs: Mapping[str, Any]) -> None:
-    capture.step_ended(watched)
+def _after(
+    capture: weakref.ref[Capture], index: int, optimizer: Optimizer, args: Any, kwargs: Mapping[str, Any]
+) -> None:
+    live = capture()
+    if live is not None and live.alive:
+        live.step_ended(live._watched[index])
 
 
 @functools.cache
@@ -464,17 +534,23 @@ def _rates(optimizer: Optimizer) -> list[Number]:
     return [rate.detach().clone().reshape(()) if isinstance(rate, Tensor) else float(rate) for rate in rates]
 
 
-def floating(value: Any, depth: int = 0) -> Iterator[Tensor]:
-    """The floating tensors of a nested structure of sequences, mappings and dataclasses."""
-    if isinstance(value, Tensor):
-        valued = not (value.is_meta or value.is_nested)
-        if valued and (value.dtype in stats.FLOATING or value.is_complex()):
-            yield value
-    elif depth < 8:
-        if isinstance(value, Mapping):
-            value = tuple(value.values())
+def floating(value: Any) -> Iterator[Tensor]:
+    """The floating tensors of a nested structure of lists, tuples, dicts and dataclasses.
+
+    Looks at no more than ``MOST_PARTS`` parts, and at nothing that would have to be computed to be seen.
+    """
+    waiting = [value]
+    looked = 0
+    while waiting and looked < MOST_PARTS:
+        value = waiting.pop(0)
+        looked += 1
+        if isinstance(value, Tensor):
+            valued = not (value.is_meta or value.is_nested) and type(value).__name__ not in _VALUELESS
+            if valued and (value.dtype in stats.FLOATING or value.is_complex()):
+                yield value
+        elif isinstance(value, (list, tuple)):
+            waiting += value[:MOST_PARTS]
+        elif isinstance(value, dict):
+            waiting += itertools.islice(dict.values(value), MOST_PARTS)
         elif is_dataclass(value) and not isinstance(value, type):
-            value = tuple(getattr(value, item.name, None) for item in fields(value))
-        if isinstance(value, (list, tuple)):
-            for item in value:
-                yield from floating(item, depth + 1)
+            waiting += [getattr(value, item.name, None) for item in fields(value)]

@@ -7,13 +7,16 @@ checkpointed. A shared parameter belongs to the first layer that has it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
 ROOT = "(root)"
 """Name of a layer that is the watched module itself; an empty label would be no label at all."""
+
+OTHER = "(other)"
+"""Name of the parameters that an optimizer updates and the watched module does not own."""
 
 _WRAPPER_PARTS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 _WRAPPERS_BY_MODULE = frozenset(
@@ -27,12 +30,18 @@ class Layer:
     """One layer: its name, its module, and the parameters that it owns first."""
 
     name: str
-    module: nn.Module
+    module: nn.Module | None
+    """None for parameters that an optimizer holds and no module of the model owns."""
     parameters: tuple[nn.Parameter, ...]
 
 
-def find_layers(model: nn.Module, *, parameterless: bool = False) -> list[Layer]:
-    """The layers of a model in the order of its modules; parameterless leaves too when asked for."""
+def find_layers(
+    model: nn.Module, optimized: Sequence[nn.Parameter] = (), *, parameterless: bool = False
+) -> list[Layer]:
+    """The layers of a model in the order of its modules; parameterless leaves too when asked for.
+
+    What is ``optimized`` and belongs to no module of the model makes one last layer, ``(other)``.
+    """
     owned: set[int] = set()
     layers = []
     for name, module in _walk(model, "", set()):
@@ -43,7 +52,8 @@ def find_layers(model: nn.Module, *, parameterless: bool = False) -> list[Layer]
         fresh = tuple(parameter for parameter in direct if id(parameter) not in owned)
         owned.update(id(parameter) for parameter in fresh)
         layers.append(Layer(name or ROOT, module, fresh))
-    return layers
+    foreign = tuple({id(parameter): parameter for parameter in optimized if id(parameter) not in owned}.values())
+    return [*layers, Layer(OTHER, None, foreign)] if foreign else layers
 
 
 def _walk(module: nn.Module, prefix: str, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import weakref
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from gradexporter.hooks.capture import Capture, Watched
+    from gradexporter.hooks.capture import Capture
+    from gradexporter.hooks.watched import Watched
 
 
-def inert(*_args: Any, **_kwargs: Any) -> None:
-    """What a hook becomes in a copied or unpickled model."""
+_INERT = nullcontext().__exit__
+"""Takes anything and returns None: a hook that does nothing, and that a model saved while it was watched brings
+back where gradexporter is not installed."""
 
 
 class _Point:
-    """A hook that does not travel: copying or pickling a watched model leaves ``inert`` in its place."""
+    """A hook that does not travel: a copied or unpickled model has ``_INERT`` in its place."""
 
     __slots__ = ("capture",)
 
@@ -25,14 +28,10 @@ class _Point:
         self.capture = capture
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return inert
+        return _INERT
 
-    def __reduce__(self) -> str | tuple[Any, ...]:
-        return (_inert_hook, ())
-
-
-def _inert_hook() -> Any:
-    return inert
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (getattr, (nullcontext(), "__exit__"))
 
 
 class Entering(_Point):

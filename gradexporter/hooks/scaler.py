@@ -37,7 +37,7 @@ def listen(listener: ScalerListener) -> None:
     global _original
     with _lock:
         _listeners.add(listener)
-        if _original is None:
+        if not getattr(GradScaler.step, "_gradexporter", False):  # anew if somebody else took it off
             _original = GradScaler.step
             GradScaler.step = _wrapped(_original)  # type: ignore[method-assign]
 

@@ -33,6 +33,7 @@ _CPU = torch.device("cpu")
 _dtype = operator.attrgetter("dtype")
 _device = operator.attrgetter("device")
 _layout = operator.attrgetter("layout")
+_requires_grad = operator.attrgetter("requires_grad")
 
 
 def plain(tensor: Tensor) -> Tensor:
@@ -43,11 +44,12 @@ def plain(tensor: Tensor) -> Tensor:
     if tensor.layout is not torch.strided:
         tensor = tensor.coalesce().values() if tensor.layout is torch.sparse_coo else tensor.values()
     if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    if not tensor.numel():
+        tensor = tensor.new_zeros(1)  # a sparse tensor without entries is zero everywhere
     return tensor if tensor.dtype.itemsize > 1 else tensor.float()
 
 
-@torch.no_grad()
 def measure(tensors: Sequence[Tensor], layout: host.Layout | None = None, *, norms: bool = True) -> Block:
     """L2 norm, largest absolute value and number of non-finite elements: shape ``(3, len(tensors))``.
 
@@ -58,6 +60,9 @@ def measure(tensors: Sequence[Tensor], layout: host.Layout | None = None, *, nor
     ordinary = _ORDINARY_TYPES.issuperset(map(type, tensors)) and ORDINARY_DTYPES.issuperset(map(_dtype, tensors))
     if not ordinary or set(map(_layout, tensors)) != {torch.strided}:
         tensors, layout = [plain(tensor) for tensor in tensors], None
+    elif True in map(_requires_grad, tensors):
+        # Not torch.no_grad: an interrupt inside its Python would leave autograd off for the user.
+        tensors = [tensor.detach() for tensor in tensors]
     devices = set(map(_device, tensors))
     if devices == {_CPU}:
         return host.measure(tensors, layout, norms=norms)
@@ -85,7 +90,6 @@ def _side_by_side(blocks: Sequence[Block]) -> Block:
     return torch.cat([torch.as_tensor(block).to(home, non_blocking=True) for block in blocks], dim=1)
 
 
-@torch.no_grad()
 def update_norms(optimizer: torch.optim.Optimizer, params: Sequence[Tensor]) -> tuple[tuple[int, ...], Block] | None:
     """L2 norm of the last update of each parameter, rebuilt from optimizer state, not from a copy.
 
@@ -128,11 +132,13 @@ def _sgd_direction(state: State, group: State, param: Tensor) -> Tensor:
     buffer: Tensor | None = state.get("momentum_buffer")
     if buffer is not None and not group.get("nesterov"):
         return buffer
-    gradient = -param.grad if group.get("maximize") else param.grad
+    gradient = param.grad.detach()
+    if group.get("maximize"):
+        gradient = -gradient
     decay = group.get("weight_decay")
     if decay and gradient.layout is torch.strided:
         # Of the parameter before the update, which is p = (p' + lr g) / (1 - lr decay).
-        gradient = (gradient + param * decay) / (1 - group["lr"] * decay)
+        gradient = (gradient + param.detach() * decay) / (1 - group["lr"] * decay)
     return gradient if buffer is None else gradient + buffer * group["momentum"]
 
 

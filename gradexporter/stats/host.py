@@ -110,8 +110,9 @@ def _settle(block: Values, tensors: Sequence[Tensor], stacked: Indexes, norms: b
     for at in np.flatnonzero(odd).tolist():
         if not np.isfinite(block[1, at]):
             block[2, at] = count_nonfinite(tensors[at])
-        elif norms:
-            block[0, at] = torch.linalg.vector_norm(tensors[at], dtype=torch.float64).item()
+        elif norms:  # over the maximum, so that float64 does not overflow either
+            top = block[1, at]
+            block[0, at] = torch.linalg.vector_norm(tensors[at].double() / top).item() * top
 
 
 def _gathered(scalars: Sequence[Tensor]) -> Tensor:

@@ -1,0 +1,409 @@
+"""Loops that are not the usual one: what they do to us, and that we do nothing to them."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+import gradexporter
+from gradexporter.monitor import Monitor
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def watch() -> Iterator[Callable[..., Monitor]]:
+    monitors = []
+
+    def start(*args: Any, **settings: Any) -> Monitor:
+        monitors.append(gradexporter.watch(*args, serve=False, **settings))
+        return monitors[-1]
+
+    yield start
+    for monitor in monitors:
+        snapshot = monitor.snapshot
+        monitor.close()
+        assert snapshot is None or not any(snapshot.itself.failures.values()), snapshot.itself.failures
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor | None = None) -> Tensor:
+    optimizer.zero_grad()
+    loss = model(torch.ones(2, 6) if x is None else x).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+def test_selective_checkpointing_sees_none_of_our_operations(watch: Callable[..., Monitor]) -> None:
+    policy = [torch.ops.aten.addmm.default, torch.ops.aten.linalg_vector_norm.default, torch.ops.aten.aminmax.default]
+    context = functools.partial(create_selective_checkpoint_contexts, policy)
+
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(6, 6)
+            self.b = nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            a = self.a(x)
+            return self.b(a / torch.linalg.vector_norm(a, dim=-1, keepdim=True))
+
+    def gradients(watched: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = Normed()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if watched:
+            watch(model, optimizer)
+        checkpoint(model, torch.ones(2, 6), use_reentrant=False, context_fn=context).square().sum().backward()
+        return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+    for mine, theirs in zip(gradients(True), gradients(False), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointed_layers_are_measured_once(watch: Callable[..., Monitor], reentrant: bool) -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = watch(model, optimizer)
+    x = torch.ones(2, 6, requires_grad=True)
+
+    checkpoint(model, x, use_reentrant=reentrant).square().mean().backward()
+    optimizer.step()
+    assert monitor.flush()
+    report = monitor.report
+
+    assert report is not None
+    outputs = net()[0](x).detach()
+    row = next(report.layers.rows())
+    assert row.activation_rms == pytest.approx(outputs.square().mean().sqrt().item(), rel=1e-6)
+    assert row.gradient_norm is not None
+
+
+def test_a_fast_path_of_evaluation_is_left_alone(watch: Callable[..., Monitor]) -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+    model = Encoder(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False))
+    x = torch.randn(4, 7, 32)
+    mask = torch.zeros(4, 7, dtype=torch.bool)
+    mask[:, 5:] = True
+    model.eval()
+    with torch.no_grad():
+        bare = model(x, mask)
+    model.train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    monitor = watch(model, optimizer)
+
+    model.eval()
+    with torch.no_grad():
+        watched = model(x, mask)
+    model.train()
+    model(x, mask).square().mean().backward()
+    optimizer.step()
+    assert monitor.flush()
+
+    assert torch.equal(watched, bare)
+    assert monitor.report is not None
+    assert all(row.activation_rms is not None for row in monitor.report.layers.rows() if "linear" in row.layer)
+
+
+class Encoder(nn.Module):
+    def __init__(self, encoder: nn.Module) -> None:
+        super().__init__()
+        self.encoder = encoder
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return self.encoder(x, src_key_padding_mask=mask)
+
+
+def test_what_a_signal_handler_of_the_users_raises_reaches_the_user(watch: Callable[..., Monitor]) -> None:
+    class TimeUp(Exception):
+        pass
+
+    def handler(number: int, frame: Any) -> None:
+        raise TimeUp
+
+    class Slow(nn.Linear):
+        """Its output rings the alarm when it is looked at, which is inside our hook."""
+
+        def forward(self, x: Tensor) -> Any:
+            return Ringing(super().forward(x))
+
+    class Ringing(dict):  # type: ignore[type-arg]
+        def __init__(self, out: Tensor) -> None:
+            super().__init__(out=out)
+
+        @property
+        def __class__(self) -> type:
+            signal.raise_signal(signal.SIGALRM)
+            return dict
+
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        model = Slow(6, 3)
+        watch(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        with pytest.raises(TimeUp):
+            model(torch.ones(2, 6))
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_an_interrupted_forward_leaves_nothing_behind(watch: Callable[..., Monitor]) -> None:
+    class Interrupted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(6, 3)
+            self.armed = True
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.layer(x)
+            if self.armed:
+                raise KeyboardInterrupt
+            return y
+
+    model = Interrupted()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    monitor = watch(model, optimizer)
+    with pytest.raises(KeyboardInterrupt):
+        model(torch.ones(2, 6))
+    model.eval()
+    with pytest.raises(KeyboardInterrupt), torch.no_grad():
+        model(torch.ones(2, 6))
+    model.armed = False
+    model.train()
+    step(model, optimizer)
+    model.eval()
+    with torch.no_grad():
+        model(torch.full((2, 6), 1e6))
+    model.train()
+    step(model, optimizer)
+    assert monitor.flush()
+
+    assert monitor.report is not None
+    assert monitor.report.step == 2
+    assert monitor.report.activation_max_abs is not None
+    assert monitor.report.activation_max_abs < 10
+    assert monitor.snapshot is not None
+    assert monitor.snapshot.phase == "train"
+
+
+def test_a_model_that_trains_in_eval_mode_is_measured_and_in_phase_train(watch: Callable[..., Monitor]) -> None:
+    model = net().eval()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = watch(model, optimizer)
+    for _ in range(3):
+        step(model, optimizer)
+    assert monitor.flush()
+
+    assert monitor.report is not None
+    assert monitor.report.activation_max_abs is not None
+    assert monitor.snapshot is not None
+    assert monitor.snapshot.phase == "train"
+
+
+def test_a_module_added_with_its_parameters_is_a_layer_from_then_on(watch: Callable[..., Monitor]) -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = watch(model, optimizer)
+    step(model, optimizer)
+    model.append(nn.Linear(3, 2))
+    optimizer.add_param_group({"params": list(model[3].parameters())})
+    for _ in range(2):
+        step(model, optimizer)
+    assert monitor.flush()
+
+    assert monitor.report is not None
+    assert monitor.report.step == 3
+    assert [row.layer for row in monitor.report.layers.rows() if row.activation_rms is not None] == ["0", "2", "3"]
+
+
+def test_parameters_outside_the_model_are_part_of_the_gradient(watch: Callable[..., Monitor]) -> None:
+    model = nn.Linear(6, 3)
+    temperature = nn.Parameter(torch.tensor(2.0))
+    optimizer = torch.optim.SGD([*model.parameters(), temperature], lr=0.1)
+    monitor = watch(model, optimizer)
+
+    (model(torch.ones(2, 6)) * temperature).sum().backward()
+    norm = torch.stack([p.grad.norm() for p in (*model.parameters(), temperature) if p.grad is not None]).norm().item()
+    optimizer.step()
+    assert monitor.flush()
+
+    assert monitor.report is not None
+    assert monitor.report.gradient_norm == pytest.approx(norm, rel=1e-6)
+    assert "(other)" in monitor.report.layers.names
+
+
+def test_a_closure_that_clears_the_gradient_is_no_clipping(watch: Callable[..., Monitor]) -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    monitor = watch(model, optimizer)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 6)).square().mean()
+        loss.backward()
+        return loss
+
+    for _ in range(5):
+        optimizer.step(closure)
+    assert monitor.flush()
+
+    assert monitor.snapshot is not None
+    assert monitor.snapshot.clipped_steps == 0
+    assert monitor.snapshot.steps_applied == 5
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        pytest.param(lambda: nn.Parameter(torch.ones(3, dtype=torch.int32), requires_grad=False), id="integers"),
+        pytest.param(lambda: nn.Parameter(torch.empty(0)), id="empty"),
+        pytest.param(lambda: nn.Parameter(torch.ones(3, device="meta")), id="meta"),
+    ],
+)
+def test_a_parameter_without_values_costs_no_step(
+    watch: Callable[..., Monitor], odd: Callable[[], nn.Parameter]
+) -> None:
+    model = net()
+    model.odd = odd()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = watch(model, optimizer)
+    for _ in range(3):
+        step(model, optimizer)
+    assert monitor.flush()
+
+    assert monitor.report is not None
+    assert monitor.report.step == 3
+    assert monitor.report.gradient_norm is not None
+
+
+def test_sparse_and_complex_gradients_are_measured(watch: Callable[..., Monitor]) -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(10, 4, sparse=True)
+            self.phase = nn.Parameter(torch.ones(4, dtype=torch.complex64))
+
+        def forward(self, index: Tensor) -> Tensor:
+            return (self.table(index) * self.phase.conj()).abs().sum()
+
+    model = Odd()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    monitor = watch(model, optimizer)
+    for index in ([1, 1, 2], []):
+        optimizer.zero_grad()
+        model(torch.tensor(index, dtype=torch.long)).backward()
+        expected = math.hypot(model.table.weight.grad.to_dense().norm().item(), model.phase.grad.abs().norm().item())
+        optimizer.step()
+        assert monitor.flush()
+        assert monitor.report is not None
+        assert monitor.report.gradient_norm == pytest.approx(expected, rel=1e-5)
+
+
+def test_faults_before_any_step_are_in_the_series() -> None:
+    model = net()
+    with gradexporter.watch(model, torch.optim.SGD(model.parameters(), lr=0.1), serve=False) as monitor:
+        monitor.observe("no loss")
+        monitor.checkpoint_saved(step="no step")  # type: ignore[arg-type]
+        with monitor.phase("lunch"):
+            pass
+        assert monitor.flush()
+
+        assert monitor.snapshot is not None
+        assert monitor.snapshot.itself.failures["observe"] == 3
+
+
+def test_a_batch_of_a_million_numbers_is_not_walked(watch: Callable[..., Monitor]) -> None:
+    looked = 0
+
+    class Counting(list):  # type: ignore[type-arg]
+        def __getitem__(self, at: Any) -> Any:
+            nonlocal looked
+            found = super().__getitem__(at)
+            looked += len(found) if isinstance(at, slice) else 1
+            return found
+
+    model = net()
+    monitor = watch(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    monitor.observe(1.0, inputs={"x": torch.ones(2), "ids": Counting(range(10**6))})
+
+    assert looked <= 1024
+
+
+def test_a_closed_monitor_keeps_no_parameter_and_a_copied_one_watches_nothing() -> None:
+    model = net()
+    monitor = gradexporter.watch(model, torch.optim.SGD(model.parameters(), lr=0.1), serve=False)
+    for twin in (copy.deepcopy(monitor), pickle.loads(pickle.dumps(monitor))):
+        assert twin.snapshot is None
+    monitor.close()
+    parameter = model[0].weight
+    references = sys.getrefcount(parameter)
+    del model
+
+    assert sys.getrefcount(parameter) < references
+
+
+def test_a_model_saved_while_watched_loads_where_gradexporter_is_not(tmp_path: Any) -> None:
+    model = nn.Sequential(nn.Linear(6, 3))
+    with gradexporter.watch(model, torch.optim.SGD(model.parameters(), lr=0.1), serve=False):
+        torch.save(model, tmp_path / "model.pt")
+    script = f"""
+        import sys
+        sys.modules["gradexporter"] = None
+        import torch
+        model = torch.load({str(tmp_path / "model.pt")!r}, weights_only=False)
+        assert model(torch.ones(2, 6)).shape == (2, 3)
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True, timeout=60)
+
+
+def test_a_watched_model_can_be_traced(watch: Callable[..., Monitor]) -> None:
+    model = net()
+    watch(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    x = torch.ones(2, 6)
+
+    assert torch.equal(torch.jit.trace(model, x)(x), model(x))
+
+
+def test_a_forked_child_that_drops_the_model_does_not_hang() -> None:
+    script = """
+        import gc, os, torch, gradexporter
+        from torch import nn
+        torch.set_num_threads(1)
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        monitor = gradexporter.watch(model, optimizer, host="127.0.0.1", port=0)
+        for _ in range(20):
+            model(torch.ones(2, 4)).mean().backward()
+            optimizer.step()
+            child = os.fork()
+            if child == 0:
+                del model, optimizer, monitor
+                gc.collect()
+                os._exit(0)
+            assert os.waitpid(child, 0)[1] == 0
+        assert monitor.flush() and monitor.report.step == 20
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True, timeout=60, env=os.environ)
