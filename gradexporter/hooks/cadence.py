@@ -28,6 +28,7 @@ class Cadence:
         self._budget = config.overhead_budget
         self._first = config.start_step
         self._armed_until = config.start_step + EVERY_STEP_AT_FIRST
+        self._asked = config.start_step
         self._allowed = 1
         self._exceeded = False
         self._cost: dict[str, float] = {}
@@ -35,8 +36,9 @@ class Cadence:
 
     @property
     def every(self) -> dict[str, int]:
-        """Steps between two full measurements, by signal."""
-        return {signal: fixed or self._allowed for signal, fixed in self._fixed.items()}
+        """Steps between two full measurements, by signal, as it is at the moment."""
+        free = 1 if self._asked <= self._armed_until else self._allowed
+        return {signal: fixed or free for signal, fixed in self._fixed.items()}
 
     @property
     def exceeded(self) -> bool:
@@ -49,6 +51,7 @@ class Cadence:
 
     def full(self, signal: str, step: int) -> bool:
         """Whether ``signal`` (activation, state) is measured in full in ``step``."""
+        self._asked = step
         every = self._fixed[signal]
         if every is not None:
             return (step - self._first) % every == 0

@@ -411,9 +411,13 @@ class Capture:
         if watched.block is not None:
             pending.blocks["gradients"] = watched.block
             pending.gradients = watched.positions
-        self._close_numbers(watched, pending)
-        self._close_activations(watched, pending)
-        state_seconds = self._close_state(watched, pending, applied)
+        state_seconds = None
+        with self.fence.guarding("hooks"):  # one by one: a step without its state is still a step
+            self._close_numbers(watched, pending)
+        with self.fence.guarding("hooks"):
+            self._close_activations(watched, pending)
+        with self.fence.guarding("hooks"):
+            state_seconds = self._close_state(watched, pending, applied)
         self._cadence.spent(
             None if started is None else now - started,
             state=state_seconds,
