@@ -133,7 +133,10 @@ def test_a_missing_scikit_learn_names_the_extra_to_install():
     )
 
     assert done.returncode == 1
-    assert done.stderr == "gradexporter: the demo needs scikit-learn: pip install 'gradexporter[demo]'\n"
+    assert done.stderr == (
+        "gradexporter: the demo needs scikit-learn, the extra 'demo': "
+        "pip install 'gradexporter[demo]', or in a checkout '.[demo]'\n"
+    )
     assert done.stdout == ""
 
 

@@ -14,7 +14,9 @@ from gradexporter.monitor import Monitor
 try:
     from sklearn.datasets import load_digits
 except ImportError as error:
-    raise ImportError("the demo needs scikit-learn: pip install 'gradexporter[demo]'") from error
+    raise ImportError(
+        "the demo needs scikit-learn, the extra 'demo': pip install 'gradexporter[demo]', or in a checkout '.[demo]'"
+    ) from error
 
 BATCH = 16
 
