@@ -102,6 +102,32 @@ def test_checkpointed_layers_are_measured_once(watch: Callable[..., Monitor], re
     assert row.gradient_norm is not None
 
 
+def test_of_accumulated_backwards_one_is_measured_once_their_number_is_known(watch: Callable[..., Monitor]) -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    monitor = watch(model, optimizer, activation_every=1000, state_every=1000)
+
+    def update(backwards: int) -> tuple[float, int]:
+        optimizer.zero_grad()
+        with torch.profiler.profile() as profile:
+            for scale in range(1, backwards + 1):
+                model(torch.full((2, 6), float(scale))).square().mean().backward()
+            gradients = [p.grad for p in model.parameters() if p.grad is not None]
+            norm = torch.linalg.vector_norm(torch.cat([gradient.flatten() for gradient in gradients])).item()
+            optimizer.step()
+        assert monitor.flush()
+        assert monitor.report is not None
+        assert monitor.report.gradient_norm == pytest.approx(norm, rel=1e-5)
+        return norm, sum(event.count for event in profile.key_averages() if event.key == "aten::_foreach_norm")
+
+    monitor.observe(None, inputs=torch.ones(1))  # from now on the model's own inputs are not measured
+    update(1)  # also the full pass over the state that a first step has
+    passes = [update(backwards)[1] for backwards in (4, 4, 4, 2, 2, 6, 6)]
+
+    # Each pass is one call, and the clip factor reads one parameter again before the update.
+    assert [count - 1 for count in passes] == [4, 1, 1, 0, 1, 5, 1]
+
+
 def test_a_fast_path_of_evaluation_is_left_alone(watch: Callable[..., Monitor]) -> None:
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)

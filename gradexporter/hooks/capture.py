@@ -310,7 +310,15 @@ class Capture:
 
     @fenced
     def backward_ended(self, watched: Watched) -> None:
-        """A backward that touched this optimizer's parameters is complete, reductions over ranks included."""
+        """A backward that touched this optimizer's parameters is complete, reductions over ranks included.
+
+        Of as many backwards as the last update had (accumulation, reentrant checkpoints) only the last is worth a
+        pass; an update that comes sooner than that measures for itself, after clipping if there is any.
+        """
+        watched.backwards += 1
+        if watched.backwards < watched.expected_backwards:
+            watched.block = None
+            return
         self._measure_gradients(watched)
         watched.scaled = True
         self.signals["gradient"] = True
@@ -384,6 +392,7 @@ class Capture:
             self._closed = self._closing(watched, step, started, now, losses, applied=applied)
         finally:  # whatever failed, the next step starts afresh
             watched.block, watched.scale, watched.clip, watched.found_inf = None, None, None, None
+            watched.expected_backwards, watched.backwards = watched.backwards, 0
             self._ranges = {"input": [], "target": []}
             self._backward_seen = False
             self._activation_seconds = 0.0

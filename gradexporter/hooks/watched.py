@@ -34,6 +34,10 @@ class Watched:
         self.block: stats.Block | None = None
         """Gradient statistics of the step being built; a later end of backward replaces them."""
         self.positions: tuple[int, ...] = ()
+        self.backwards = 0
+        """Ends of backward since the last update."""
+        self.expected_backwards = 0
+        """How many the last update had."""
         self.scaled = True
         self.scale: Tensor | None = None
         self.stepping = False
