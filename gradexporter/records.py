@@ -373,7 +373,7 @@ class Snapshot:
     """Non-finite elements since the start; the rows are those of ``layers``."""
     phase: str = "train"
     ended: str | None = None
-    """None while the run goes on; else closed, exception, signal or killed."""
+    """None while the run goes on; else closed, exception or signal."""
     steps_applied: int = 0
     steps_skipped: int = 0
     step_seconds: float = 0.0

@@ -77,7 +77,7 @@ class Rank:
             (metrics.STEP_SECONDS_TOTAL, {}, lambda now: self._steps(now) * self.step_seconds),
             (metrics.LAST_STEP_TIMESTAMP, {}, lambda now: self.born + self._steps(now) * self.step_seconds),
         ]
-        for reason in ("closed", "exception", "signal", "killed"):
+        for reason in ("closed", "exception", "signal"):
             rows.append((metrics.RUN_ENDED, {"reason": reason}, self._ended(reason)))
         for phase in ("train", "eval", "checkpoint"):
             rows.append((metrics.RUN_PHASE, {"phase": phase}, self._in_phase(phase)))

@@ -283,7 +283,6 @@ def test_phase_and_end_are_one_of_a_closed_set() -> None:
         ("closed",): 0.0,
         ("exception",): 1.0,
         ("signal",): 0.0,
-        ("killed",): 0.0,
     }
 
 
@@ -294,7 +293,7 @@ def test_what_the_exporter_knows_of_itself_is_shown() -> None:
         signal_available={"pre_clip": False},
         failures={"judge": 2},
     )
-    snapshot = Tally(Identity(run_id="r"), clock=lambda: 100.0).begin(itself)
+    snapshot = Tally(Identity(run_id="r"), clock=lambda: 100.0).refresh(itself)
 
     assert readings(metrics.OVERHEAD_SECONDS_TOTAL, snapshot) == {(): 1.5}
     assert readings(metrics.CAPTURE_EVERY_STEPS, snapshot) == {("activation",): 5.0}

@@ -357,7 +357,7 @@ class Broken(Mapping[str, bool]):
 
 def test_a_family_that_cannot_be_read_costs_itself_alone() -> None:
     tally = Tally(Identity(run_id="r"), clock=lambda: 5.0)
-    snapshot = tally.begin(SelfStats(signal_available=Broken(), watched_layers=3))
+    snapshot = tally.refresh(SelfStats(signal_available=Broken(), watched_layers=3))
     failures = Failures()
 
     shown = {name for name, _ in page(Pages(lambda: snapshot, 2000, failures), "/metrics")}

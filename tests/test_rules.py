@@ -371,7 +371,7 @@ def test_a_run_that_closed_after_a_benign_spike_is_no_death(bench):
     bench.expect(ranks, {NOON + 2 * MINUTE: {SPIKE: [TICKET]}, NOON + 9 * MINUTE: {SPIKE: [TICKET]}})
 
 
-@pytest.mark.parametrize("reason", ["exception", "signal", "killed"])
+@pytest.mark.parametrize("reason", ["exception", "signal"])
 def test_a_run_that_ended_badly_is_dead_even_while_its_endpoint_is_held(bench, reason):
     run = Rank(states=((NOON, State.SPIKE),), ended=(NOON + SCRAPE, reason))
 

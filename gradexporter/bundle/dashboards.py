@@ -365,7 +365,7 @@ def _exporter() -> list[Any]:
         ),
         panels.lines(
             "Over budget",
-            "1 while sampled statistics cost more than their budget at the slowest cadence, on any rank.",
+            "1 while sampled statistics cost more than their budget even when taken every tenth step, on any rank.",
             [Query(f"max({now(metrics.OVERHEAD_BUDGET_EXCEEDED)})", "over budget")],
         ),
     ]

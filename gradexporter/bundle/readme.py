@@ -11,7 +11,11 @@ END = "<!-- metrics:end -->"
 def table() -> str:
     """Every family of the catalogue as Markdown, one table a section."""
     identity = " and ".join(f"`{label}`" for label in IDENTITY_LABELS)
-    lines = [f"Every series carries {identity} as well.", ""]
+    lines = [
+        f"Every series of this table carries {identity} as well. `/metrics` and `/metrics/core` also hold the",
+        "`process_*` and `python_*` series of prometheus_client, which carry neither.",
+        "",
+    ]
     for section in Section:
         lines += [f"**{section.value}**", "", "| name | type | labels | meaning |", "|---|---|---|---|"]
         for spec in CATALOG:

@@ -131,7 +131,7 @@ def _cascade(config: AlertConfig) -> Alert:
 
 
 def _died(config: AlertConfig) -> Alert:
-    ended_badly = series(metrics.RUN_ENDED, {"reason": ("exception", "signal", "killed")})
+    ended_badly = series(metrics.RUN_ENDED, {"reason": ("exception", "signal")})
     alive = f"{series(metrics.HEALTH_STATE)} unless ignoring (attempt, reason) {ended_badly} == 1"
     last_state = f"last_over_time({series(metrics.HEALTH_STATE, window=config.lookback_seconds)})"
     closed = f"last_over_time({series(metrics.RUN_ENDED, {'reason': 'closed'}, window=config.lookback_seconds)}) == 1"

@@ -70,8 +70,8 @@ RUN_PHASE = gauge(
 RUN_ENDED = gauge(
     RUN,
     "run_ended",
-    "1 for the way in which the run ended, 0 while it goes on.",
-    read.words(("closed", "exception", "signal", "killed"), lambda run, reason: float(run.ended == reason)),
+    "1 for the way in which the run ended as its own process saw it, 0 while it goes on.",
+    read.words(("closed", "exception", "signal"), lambda run, reason: float(run.ended == reason)),
     "reason",
     stable=True,
 )
@@ -131,12 +131,12 @@ LEARNING_RATE = gauge(
     "group",
 )
 LOSS_SCALE = gauge(
-    LOSS, "loss_scale", "Scale that a gradient scaler multiplied the loss with.", read.largest("loss_scale")
+    LOSS, "loss_scale", "Scale that a gradient scaler multiplied the loss by.", read.largest("loss_scale")
 )
 CLIP_FACTOR = gauge(
     LOSS,
     "clip_factor",
-    "What clipping multiplied the gradient of the last step with, 1 if it left it alone.",
+    "What clipping multiplied the gradient of the last step by, 1 if it left it alone.",
     read.smallest("clip_factor"),
 )
 CLIPPED_STEPS_TOTAL = counter(
@@ -411,7 +411,7 @@ OVERHEAD_SECONDS_TOTAL = counter(
 OVERHEAD_BUDGET_EXCEEDED = gauge(
     SELF,
     "overhead_budget_exceeded",
-    "1 if sampled statistics cost more than their budget at the slowest cadence.",
+    "1 if sampled statistics cost more than their budget even when taken every tenth step.",
     read.one(lambda view: view.snapshot.itself.overhead_budget_exceeded),
 )
 CAPTURE_EVERY_STEPS = gauge(
@@ -439,7 +439,7 @@ WATCHED_LAYERS = gauge(
 SERIES = gauge(
     SELF,
     "series",
-    "Series of this rank that the endpoint exposes on all its paths together.",
+    "Series of this rank on all paths of the endpoint together, without those of process and Python.",
     read.nothing,
 )
 SERIES_DROPPED_TOTAL = counter(
