@@ -28,7 +28,9 @@ _Value = TypeVar("_Value")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit status."""
-    given = parser().parse_args(arguments)
+    given, unknown = parser().parse_known_args(arguments)
+    if unknown:  # parse_args would answer with the usage of the root, which names no option
+        given.misused(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         status: int = given.run(given)
     except BrokenPipeError:
@@ -100,14 +102,14 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         help="TCP port of the endpoint, 0 for any (default: 10420 plus the local rank); a taken one moves on",
     )
     demo.add_argument("--json", action="store_true", help="print the outcome as JSON and nothing else")
-    demo.set_defaults(run=lambda given: _demo(given, demo.error))
+    demo.set_defaults(run=_demo, misused=demo.error)
 
 
-def _demo(given: argparse.Namespace, misused: Callable[[str], object]) -> int:
+def _demo(given: argparse.Namespace) -> int:
     if given.seeds is not None:
         for option, value in (("--port", given.port), ("--hold", given.hold)):
             if value is not None:
-                misused(f"{option} has no use with --seeds, whose runs are not served; drop one of the two")
+                given.misused(f"{option} has no use with --seeds, whose runs are not served; drop one of the two")
     from gradexporter.demo.terminal import console, loading
 
     out, err = console(sys.stdout), console(sys.stderr)
@@ -146,7 +148,7 @@ def _add_bundle(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "--output", type=Path, default=Path(), metavar="DIR", help="folder to write into (default: the current one)"
     )
     command.add_argument("--json", action="store_true", help="print the files as JSON")
-    command.set_defaults(run=_bundle)
+    command.set_defaults(run=_bundle, misused=command.error)
 
 
 def _bundle(given: argparse.Namespace) -> int:
@@ -185,7 +187,7 @@ def _whole(least: int, most: int = _MOST) -> Callable[[str], int]:
 def _seconds(text: str) -> float:
     value = _number(float, text)
     if value is None or not 0 <= value <= _MOST:
-        raise _unusable(text, "give seconds, such as 0.5")
+        raise _unusable(text, f"give seconds from 0 to {_MOST}, such as 0.5")
     return value
 
 
@@ -195,9 +197,14 @@ def _seeds(text: str) -> tuple[int, ...]:
         first, dash, last = part.partition("-")
         low = _number(int, first)
         high = _number(int, last) if dash else low
-        if low is None or high is None or not 0 <= low <= high <= _MOST or high - low >= _MOST_SEEDS:
+        if low is None or high is None or not 0 <= low <= high:
             raise _unusable(text, "give a range such as 0-9 or a list such as 0,1,6")
-        seeds.update(dict.fromkeys(range(low, high + 1)))
+        if high > _MOST:
+            raise _unusable(text, f"{high} is too large, the largest seed is {_MOST}")
+        if high - low < _MOST_SEEDS:
+            seeds.update(dict.fromkeys(range(low, high + 1)))
+        if high - low >= _MOST_SEEDS or len(seeds) > _MOST_SEEDS:
+            raise _unusable(text, f"give at most {_MOST_SEEDS} seeds, such as 0-9 or 0,1,6")
     return tuple(seeds)
 
 

@@ -254,7 +254,7 @@ class Config:
     labels: Mapping[str, str] = field(default_factory=dict)
     """Routing labels for run_info, such as ``{"team": "vision"}``; alerts carry them."""
     start_step: int = 1
-    """Number of the first step; a resumed run passes the last finished step plus one."""
+    """Number of the first step, 1 or more; a resumed run passes the last finished step plus one."""
     activations: str = "layers"
     """``layers``: outputs of modules that own parameters; ``all``: parameterless leaves too."""
     activation_every: int | None = None
@@ -280,9 +280,10 @@ class Config:
             _check(0 <= self.port <= 65535, "port", self.port, "give 1 to 65535, or 0 for any free port")
         _check(bool(self.host), "host", self.host, "give an address such as 127.0.0.1, or 0.0.0.0 for all")
         _check(self.activations in ("layers", "all"), "activations", self.activations, "give 'layers' or 'all'")
-        _check(
-            self.start_step >= 0, "start_step", self.start_step, "give the number of the first step, 1 for a new run"
-        )
+        for name in ("run_id", "attempt"):
+            _check(getattr(self, name) != "", name, "", "give a name, or None to take it from the launcher")
+        advice = "steps count from 1; give 1 for a new run, the last finished step plus one for a resumed one"
+        _check(self.start_step >= 1, "start_step", self.start_step, advice)
         for name in ("activation_every", "state_every"):
             every = getattr(self, name)
             _check(every is None or every >= 1, name, every, "give 1 for every step, or None to let the budget decide")
@@ -363,12 +364,18 @@ def _from_env(environ: Mapping[str, str]) -> dict[str, Any]:
                 Config(**{name: found[name]})
             except ConfigError as error:
                 raise ConfigError(f"{variable}={text!r} cannot be used: {error}") from None
-        elif variable[len(ENV_PREFIX) :].lower() in _SCALARS:
-            _log.warning("%s is not read: pass %s= to watch() instead", variable, variable[len(ENV_PREFIX) :].lower())
+        elif (name := variable[len(ENV_PREFIX) :].lower()) in _SCALARS:
+            _log.warning("gradexporter: %s is not read: pass %s= to watch() instead", variable, name)
         elif near := difflib.get_close_matches(variable.removeprefix(ENV_PREFIX), suffixes, n=1, cutoff=0.75):
             meant = ENV_PREFIX + near[0]
-            _log.warning("the environment sets %s, which nothing reads; did you mean %s?", variable, meant)
+            _log.warning(
+                "gradexporter: the environment sets %s, which nothing reads; did you mean %s?", variable, meant
+            )
     return found
+
+
+def _read_name(text: str) -> str | None:
+    return text.strip() or None  # an empty variable is how templates leave one unset
 
 
 def _read_bool(text: str) -> bool:
@@ -409,8 +416,8 @@ _SCALARS: dict[str, tuple[type | tuple[type, ...], str, Callable[[str], Any] | N
     "serve": (bool, "True or False", _read_bool),
     "host": (str, "an address", str),
     "port": ((int, type(None)), "a port number", _read_int),
-    "run_id": ((str, type(None)), "a string", str),
-    "attempt": ((str, type(None)), "a string", str),
+    "run_id": ((str, type(None)), "a string such as 'bert-7'", _read_name),
+    "attempt": ((str, type(None)), "a string such as '1'", _read_name),
     "paging": (bool, "True or False", _read_bool),
     "labels": (Mapping, "a mapping of strings", _read_labels),
     "start_step": (int, "a whole number", _read_int),

@@ -110,10 +110,14 @@ def test_the_module_is_the_command_line_too():
         (["demo", "--seed", "-1"], "argument --seed: cannot be '-1': give a whole number from 0"),
         (["demo", "--seeds", "9-0"], "argument --seeds: cannot be '9-0': give a range such as 0-9 or a list"),
         (["demo", "--seeds", "1,,2"], "argument --seeds: cannot be '1,,2': give a range such as 0-9 or a list"),
+        (["demo", "--seeds", "0-1000000000"], "cannot be '0-1000000000': give at most 10000 seeds, such as 0-9"),
+        (["demo", "--seeds", "0-9999,10000"], "cannot be '0-9999,10000': give at most 10000 seeds, such as 0-9"),
+        (["demo", "--seeds", "2147483648"], "2147483648 is too large, the largest seed is 2147483647"),
         (["demo", "--seed", "1", "--seeds", "2"], "argument --seeds: not allowed with argument --seed"),
         (["demo", "--steps", "0"], "argument --steps: cannot be '0': give a whole number from 1"),
-        (["demo", "--step-seconds", "nan"], "argument --step-seconds: cannot be 'nan': give seconds, such as 0.5"),
-        (["demo", "--hold", "forever"], "argument --hold: cannot be 'forever': give seconds, such as 0.5"),
+        (["demo", "--step-seconds", "nan"], "argument --step-seconds: cannot be 'nan': give seconds from 0"),
+        (["demo", "--hold", "forever"], "argument --hold: cannot be 'forever': give seconds from 0 to 2147483647"),
+        (["demo", "--hold", "1e12"], "argument --hold: cannot be '1e12': give seconds from 0 to 2147483647"),
         (["demo", "--port", "65536"], "argument --port: cannot be '65536': give a whole number from 0 to 65535"),
         (["demo", "--seeds", "0-9", "--port", "9000"], "--port has no use with --seeds, whose runs are not served"),
         (["demo", "--seeds", "0-9", "--hold", "5"], "--hold has no use with --seeds, whose runs are not served"),
@@ -125,6 +129,16 @@ def test_a_wrong_option_is_refused_with_what_it_was_and_what_to_do(arguments, me
         main(arguments)
 
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [name for name in commands() if name])
+def test_an_option_that_does_not_exist_is_answered_with_the_usage_of_its_command(command, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main([command, "--bogus"])
+
+    told = capsys.readouterr().err
+    assert told.startswith(f"usage: gradexporter {command} ")
+    assert told.endswith(f"gradexporter {command}: error: unrecognized arguments: --bogus\n")
 
 
 def test_a_missing_scikit_learn_names_the_extra_to_install():

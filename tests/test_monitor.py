@@ -39,8 +39,10 @@ def optimizer(model: nn.Sequential) -> torch.optim.Optimizer:
 @pytest.fixture(autouse=True)
 def nothing_left_open() -> Iterator[None]:
     yield
-    leftover = [thread.name for thread in threading.enumerate() if thread.name.startswith("gradexporter")]
-    assert leftover == []
+    leftover = [thread for thread in threading.enumerate() if thread.name.startswith("gradexporter")]
+    for thread in leftover:  # one that was told to stop by the garbage collector is not waited for there
+        thread.join(5)
+    assert [thread.name for thread in leftover if thread.is_alive()] == []
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensor:
@@ -88,7 +90,11 @@ class TestBadInput:
             ({"labels": {"a-b": "x"}}, "labels cannot be 'a-b': label names are"),
             ({"labels": {"a": 1}}, r"labels['a'] cannot be 1: label values are strings"),
             ({"max_series": 10}, "max_series cannot be 10: give 200 or more"),
-            ({"start_step": -1}, "start_step cannot be -1: give the number of the first step"),
+            ({"start_step": -1}, "start_step cannot be -1: steps count from 1"),
+            ({"start_step": 0}, "start_step cannot be 0: steps count from 1; give 1 for a new run"),
+            ({"run_id": ""}, "run_id cannot be '': give a name, or None"),
+            ({"attempt": ""}, "attempt cannot be '': give a name, or None"),
+            ({"attempt": -1}, "attempt cannot be -1: give a string such as '1'"),
         ],
     )
     def test_a_setting_that_cannot_be_used(
@@ -137,7 +143,22 @@ class TestBadInput:
 
         gradexporter.watch(model, optimizer, serve=False).close()
 
-        assert "GRADEXPORTER_PAGIN, which nothing reads; did you mean GRADEXPORTER_PAGING?" in caplog.text
+        expected = (
+            "gradexporter: the environment sets GRADEXPORTER_PAGIN, which nothing reads; "
+            "did you mean GRADEXPORTER_PAGING?"
+        )
+        assert expected in caplog.messages
+
+    def test_an_empty_variable_leaves_the_run_its_own_id(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("GRADEXPORTER_RUN_ID", "")
+        monkeypatch.setenv("GRADEXPORTER_ATTEMPT", "")
+
+        with gradexporter.watch(model, optimizer, serve=False) as monitor:
+            assert monitor.snapshot is not None
+            assert monitor.snapshot.identity.run_id != ""
+            assert monitor.snapshot.identity.attempt == "0"
 
     def test_the_same_optimizer_twice(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         with pytest.raises(ConfigError, match="the same object twice: pass each optimizer once"):
@@ -149,6 +170,7 @@ class TestBadInput:
         with pytest.raises(ConfigError, match="run one forward with a sample batch first"):
             gradexporter.watch(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
+    @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
     def test_a_scripted_model(self) -> None:
         model = torch.jit.script(nn.Linear(2, 2))
 
