@@ -231,6 +231,47 @@ def test_a_spike_that_the_weights_follow_is_a_cascade():
     assert report.state.value == "cascade"
 
 
+HARD_BATCH = {"gradient_norm": 80.0, "input_max_abs": 24.0, "parameter_max_abs": 3.2}
+
+
+def test_weights_that_one_batch_out_of_range_threw_and_that_come_back_are_a_spike():
+    history = calm(40)
+    history.run(1, **HARD_BATCH)
+    for norm, largest in ((40.0, 3.1), (15.0, 3.0), (5.0, 2.9)):
+        history.run(1, gradient_norm=norm, parameter_max_abs=largest)
+    history.run(20, parameter_max_abs=2.8)
+
+    assert FindingKind.GRADIENT_CASCADE not in history.kinds
+    assert history.states[40:44] == "ssss"
+
+
+def test_weights_that_grow_past_where_a_batch_threw_them_are_a_cascade():
+    history = calm(40)
+    history.run(1, **HARD_BATCH)
+    history.run(1, gradient_norm=40.0, parameter_max_abs=3.1)
+    history.run(1, gradient_norm=90.0, parameter_max_abs=4.0)
+
+    assert history.states[40:] == "ssc"
+
+
+@pytest.mark.parametrize(
+    "before", [{"gradient_norm": 20.0}, HARD_BATCH], ids=["a spike before it", "a batch before it"]
+)
+def test_only_the_batch_of_a_first_spike_excuses_its_weights(before: dict[str, float]):
+    history = calm(40)
+    history.run(1, **before)
+    history.run(1, **{**HARD_BATCH, "parameter_max_abs": 4.0})
+
+    assert history.states[40:] == "sc"
+
+
+def test_weights_that_a_batch_threw_thirty_times_up_are_a_cascade_at_once():
+    history = calm(40)
+    history.run(1, **{**HARD_BATCH, "parameter_max_abs": 30.0})
+
+    assert history.states[40:] == "c"
+
+
 def test_weights_that_follow_after_sixteen_steps_are_no_cascade_any_more():
     history = calm(40)
     history.run(1, gradient_norm=30.0)

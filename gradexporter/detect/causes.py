@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from gradexporter.config import JudgeConfig
-from gradexporter.detect.step import Episode, Step
+from gradexporter.detect.step import BATCH, Episode, Step
 from gradexporter.records import Finding, FindingKind, Quantity
 
 
@@ -30,9 +30,7 @@ class InputOutOfRange:
         self._config = config
 
     def __call__(self, step: Step) -> Finding | None:
-        odd = [
-            name for name in ("input_max_abs", "target_max_abs") if step.deviation(name) > self._config.input_decades
-        ]
+        odd = [series for series in BATCH if step.deviation(series) > self._config.input_decades]
         if not odd:
             return None
         return step.found(FindingKind.INPUT_OUT_OF_RANGE, max(odd, key=step.deviation))

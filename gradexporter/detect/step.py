@@ -40,6 +40,9 @@ QUANTITY = {
 }
 
 
+BATCH = ("input_max_abs", "target_max_abs")
+"""Series that tell whether a batch is out of range."""
+
 NEVER = -(10**9)
 """Step number of something that has not happened."""
 

@@ -10,7 +10,7 @@ import math
 from gradexporter.config import JudgeConfig
 from gradexporter.detect.nonfinite import first_nonfinite
 from gradexporter.detect.progress import Smooth
-from gradexporter.detect.step import NEVER, Episode, Step
+from gradexporter.detect.step import BATCH, NEVER, Episode, Step
 from gradexporter.records import Finding, FindingKind, Quantity, Severity
 
 
@@ -85,40 +85,64 @@ class GradientSpike:
 
 
 class GradientCascade:
-    """A spike that the weights amplify, or weights that run away while the gradient is saturated."""
+    """A spike that the weights amplify, or weights that run away while the gradient is saturated.
+
+    One batch out of range can throw the largest parameter far in its own step without harm. That is a
+    spike still, until the parameter grows past where the batch left it.
+    """
 
     def __init__(self, config: JudgeConfig) -> None:
         self._config = config
-        self._last_spike = NEVER
+        self._last_spike = self._spike_before = NEVER
         self._surges = (False, False, False)
         self._parameter_read = NEVER
         self._largest = math.nan
         self._growing_since = 0
+        self._thrown_to = 0.0
 
     def __call__(self, step: Step) -> Finding | None:
         config = self._config
         deviation = step.deviation("gradient_norm")
         if deviation > config.spike_decades:
-            self._last_spike = step.number
+            self._spike_before, self._last_spike = self._last_spike, step.number
         self._surges = (*self._surges[1:], deviation > config.cascade_gradient_decades)
         if step.observed("parameter_max_abs"):
             self._parameter_read = step.number
-        runs_away = self._runs_away(step)
-        if self._amplified(step):
+        grown, runs_away = self._is_grown(step), self._runs_away(step)
+        if self._amplified(step, grown):
             return step.found(FindingKind.GRADIENT_CASCADE, "gradient_norm", layer=step.oddest("gradient_norm"))
         if runs_away:
             layer = step.largest("parameter_max_abs")
             return step.found(FindingKind.GRADIENT_CASCADE, "parameter_max_abs", layer=layer)
         return None
 
-    def _amplified(self, step: Step) -> bool:
+    def _amplified(self, step: Step, grown: bool) -> bool:
         config = self._config
         if step.number - self._last_spike >= config.cascade_within_steps:
             return False
-        if step.baselines.deviation("parameter_max_abs") > config.cascade_parameter_decades:
+        if grown:
             return True
         unseen = step.number - self._parameter_read >= len(self._surges)
         return unseen and sum(self._surges) >= 2
+
+    def _is_grown(self, step: Step) -> bool:
+        """The largest parameter is far above its usual, and not merely where the batch of a first spike threw it."""
+        value, deviation = step.report.parameter_max_abs, step.baselines.deviation("parameter_max_abs")
+        if not deviation > self._config.cascade_parameter_decades:
+            self._thrown_to = 0.0
+            return False
+        if value is None or not step.observed("parameter_max_abs"):
+            return not self._thrown_to
+        if self._throws(step):
+            self._thrown_to = value
+        return value > self._thrown_to
+
+    def _throws(self, step: Step) -> bool:
+        """A batch out of range sets off a first spike here, and the parameter is not so far that it runs away."""
+        config = self._config
+        first = step.number == self._last_spike and step.number - self._spike_before >= config.cascade_within_steps
+        out_of_range = any(step.deviation(series) > config.input_decades for series in BATCH)
+        return first and out_of_range and step.deviation("parameter_max_abs") < config.runaway_parameter_decades
 
     def _runs_away(self, step: Step) -> bool:
         """The largest parameter is far above its usual, has not stopped growing, and the loss does not fall by it."""
