@@ -24,6 +24,7 @@ from gradexporter.config import DEFAULT_PORT, Config, ConfigError, resolve
 from gradexporter.fence import Fence
 from gradexporter.hooks import Capture
 from gradexporter.hooks.cadence import Cadence
+from gradexporter.hooks.capture import valueless
 from gradexporter.records import Finding, Snapshot, State, StepReport
 from gradexporter.sinks.prometheus import Endpoint
 from gradexporter.worker import Worker
@@ -222,8 +223,8 @@ class Monitor:
 
     def _number(self, loss: Any) -> float | Tensor | None:
         if isinstance(loss, Tensor):
-            if torch._C._are_functorch_transforms_active():
-                return None  # under vmap or grad it has no value yet
+            if valueless():
+                return None
             if not loss.is_complex() and not loss.is_meta and not loss.is_nested and loss.numel() == 1:
                 # A copy: the user's tensor is not kept, and changing it in place changes nothing here.
                 return loss.detach().to(torch.float64, copy=True).reshape(())

@@ -405,6 +405,7 @@ def test_a_model_saved_while_watched_loads_where_gradexporter_is_not(tmp_path: A
     subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True, timeout=60)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 def test_a_watched_model_can_be_traced(watch: Callable[..., Monitor]) -> None:
     model = net()
     watch(model, torch.optim.SGD(model.parameters(), lr=0.1))

@@ -44,12 +44,17 @@ _VALUELESS = frozenset({"FakeTensor", "FunctionalTensor"})
 Method = TypeVar("Method", bound=Callable[..., None])
 
 
+def valueless() -> bool:
+    """Whether tensors have no value of their own yet: under vmap, grad and other transforms, and under a tracer."""
+    return torch._C._are_functorch_transforms_active() or torch._C._get_tracing_state() is not None
+
+
 def fenced(method: Method) -> Method:
     """Counts a fault of ours instead of raising it, and the time that we took."""
 
     @functools.wraps(method)
     def guarded(self: Capture, *args: Any, **kwargs: Any) -> None:
-        if not self.alive:
+        if not self.alive or valueless():
             return
         began = time.perf_counter()
         try:
@@ -255,8 +260,8 @@ class Capture:
         """One layer has returned ``output``."""
         if not self.alive:
             return
-        if torch._C._are_functorch_transforms_active() or torch._C._get_tracing_state() is not None:
-            return  # a tensor under vmap, grad or a tracer has no value yet
+        if valueless():
+            return
         if torch._C._current_graph_task_id() != -1:
             # Inside a backward a checkpointed forward is computed again: measured then if it was not before.
             if self._order[layer] >= 0 or not torch.is_grad_enabled():
