@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import gradexporter
-from gradexporter.records import Finding, FindingKind, Severity, StepReport
+from gradexporter.records import Finding, Severity, StepReport
 
 FAULTY = ["c01", "c02", "c07", "c10", "c12", "c15", "c16", "c22"]
 BENIGN = ["h01", "h03", "h05", "h08", "h10"]
@@ -44,14 +44,7 @@ class Outcome:
 
     @property
     def warnings(self) -> int:
-        """Episodes: a kind that comes back within 16 callables is the same warning."""
-        last: dict[FindingKind, int] = {}
-        episodes = 0
-        for at, finding in self.found:
-            if finding.severity is Severity.WARNING:
-                episodes += at - last.get(finding.kind, -100) > 16
-                last[finding.kind] = at
-        return episodes
+        return sum(finding.severity is Severity.WARNING for _, finding in self.found)
 
     @property
     def culprit(self) -> str | None:

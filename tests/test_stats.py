@@ -117,7 +117,7 @@ def test_an_infinite_output_has_an_infinite_maximum_and_a_nan_one_a_nan() -> Non
 
 
 def test_every_kind_of_tensor_is_brought_to_plain_values() -> None:
-    sparse = torch.sparse_coo_tensor(torch.tensor([[0, 0, 2]]), torch.tensor([1.0, 2.0, 4.0]), (5,))
+    sparse = torch.sparse_coo_tensor([[0, 0, 2]], [1.0, 2.0, 4.0], (5,), check_invariants=True)
     complex_ = torch.tensor([3 + 4j])
     eighth = torch.tensor([1.0, -2.0]).to(torch.float8_e4m3fn)
     strided = torch.arange(6.0).reshape(2, 3).t()
