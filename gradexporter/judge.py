@@ -6,13 +6,14 @@ The one entry that the monitor, replays and tests use; torch is not needed.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from gradexporter.config import Config, JudgeConfig
-from gradexporter.detect import Detection, Detector, ratio
+from gradexporter.detect import Detection, Detector, Step, ratio
 from gradexporter.diagnose import Diagnoser
 from gradexporter.records import FirstNonfinite, LayerTable, State, StepReport
 
@@ -74,14 +75,14 @@ class _Track:
         warm = baselines.is_warm("gradient_norm")
         return dataclasses.replace(
             report,
-            layers=_with_spike_ratio(report.layers, detection),
+            layers=_with_spike_ratio(report.layers, step),
             state=self._state,
             findings=detection.findings,
             diagnosis=self._diagnoser(detection, self._state, self._last_healthy),
             last_healthy_step=self._last_healthy,
             first_nonfinite=first or detection.first_nonfinite,
             gradient_norm_baseline=baselines.usual("gradient_norm") if warm else None,
-            gradient_spike_ratio=ratio(step.deviation("gradient_norm")),
+            gradient_spike_ratio=_spike_ratio(step),
             overflow_headroom_decades=min((headroom.decades for headroom in step.headrooms), default=None),
             steps_to_overflow=detection.steps_to_overflow if self._state in (State.SPIKE, State.CASCADE) else None,
         )
@@ -110,9 +111,17 @@ class _Track:
         self._detector.resumed = state["state"] == State.HEALTHY.value
 
 
-def _with_spike_ratio(table: LayerTable, detection: Detection) -> LayerTable:
-    deviation = detection.step.layer_deviation("gradient_norm")
-    if deviation is None:
+def _spike_ratio(step: Step) -> float | None:
+    """The gradient norm over its baseline, NaN and Inf as they are."""
+    norm = step.report.gradient_norm
+    lost = norm is not None and not math.isfinite(norm) and step.report.applied is not False
+    return norm if lost and step.baselines.is_warm("gradient_norm") else ratio(step.deviation("gradient_norm"))
+
+
+def _with_spike_ratio(table: LayerTable, step: Step) -> LayerTable:
+    deviation, norms = step.layer_deviation("gradient_norm"), table.column("gradient_norm")
+    if deviation is None or norms is None:
         return table
-    known = ~np.isnan(deviation)
-    return table.with_column("spike_ratio", 10.0**deviation, known) if known.any() else table
+    lost = norms[1] & ~np.isfinite(norms[0]) & step.baselines.layer_is_warm("gradient_norm")
+    known = lost | ~np.isnan(deviation)
+    return table.with_column("spike_ratio", np.where(lost, norms[0], 10.0**deviation), known) if known.any() else table

@@ -358,6 +358,13 @@ def test_norm_and_loss_that_rise_together_are_growth():
     assert growth[1].step > growth[0].step
 
 
+def test_growth_is_not_told_from_the_first_readings_after_warm_up():
+    history = calm(10)
+    history.run(12, gradient_norm=5.0, loss=5.0)
+
+    assert only(history, FindingKind.GRADIENT_GROWTH).step == 20
+
+
 def test_growth_below_twice_the_usual_is_none_yet():
     history = calm(40)
     for step in range(25):
@@ -529,6 +536,15 @@ def test_a_loss_thirty_times_its_usual_is_a_spike():
     history.run(1, loss=90.0)
 
     assert only(history, FindingKind.LOSS_SPIKE).ratio == pytest.approx(45.0, rel=0.2)
+
+
+def test_a_loss_that_leaps_about_before_a_run_settles_is_no_spike():
+    history = History()
+    for loss in (0.07, 0.14, 0.6, 2.2, 9.6, 28.0, 40.0, 5.0, 3.0, 2.0):
+        history.run(1, loss=loss)
+    history.run(30)
+
+    assert history.kinds == []
 
 
 def test_a_loss_that_stays_three_times_its_usual_is_a_spike_at_the_fifth_step():

@@ -328,6 +328,14 @@ def test_an_incident_that_growth_led_up_to_began_with_it():
 # -- words ----------------------------------------------------------------------------------------
 
 
+def test_values_beside_a_gradient_are_those_that_were_read():
+    history = calm(40)
+    history.run(1, gradient_norm=60.0, loss=7.11e18)
+    history.run(8, gradient_norm=60.0, loss=None)
+
+    assert any("Beside it: loss 7.11e+18" in sentence for sentence in diagnosis(history).evidence)
+
+
 def test_the_words_about_a_cascade():
     history = calm(40)
     history.run(1, learning_rate=0.5)

@@ -265,7 +265,24 @@ def test_the_spike_ratio_is_the_norm_over_its_baseline():
 
     assert report.gradient_norm_baseline is not None
     assert report.gradient_spike_ratio == pytest.approx(5.0 / report.gradient_norm_baseline)
-    assert history.run(1, gradient_norm=math.nan).gradient_spike_ratio is None
+
+
+@pytest.mark.parametrize("norm", [math.nan, math.inf])
+def test_the_spike_ratio_of_a_norm_that_is_not_finite_is_not_finite_either(norm: float):
+    history = calm(20)
+    report = history.run(1, layers={"last": {"gradient_norm": norm}}, gradient_norm=norm)
+
+    ratios = {row.layer: row.spike_ratio for row in report.layers.rows()}
+    assert report.gradient_spike_ratio == pytest.approx(norm, nan_ok=True)
+    assert ratios["last"] == pytest.approx(norm, nan_ok=True)
+    assert ratios["first"] == pytest.approx(1.0, rel=0.5)
+
+
+def test_there_is_no_spike_ratio_of_a_skipped_update_or_before_the_baseline():
+    history = calm(20)
+
+    assert history.run(1, gradient_norm=math.inf, applied=False).gradient_spike_ratio is None
+    assert calm(2).run(1, gradient_norm=math.nan).gradient_spike_ratio is None
 
 
 def test_layers_get_their_spike_ratio_where_they_have_a_baseline():
@@ -417,7 +434,7 @@ def test_no_report_breaks_the_judge_or_its_baselines(received: list[StepReport],
         bad = judged.first_nonfinite is not None
         assert bad or judged.state is not State.NONFINITE
         ratio, baseline = judged.gradient_spike_ratio, judged.gradient_norm_baseline
-        assert ratio is None or (math.isfinite(ratio) and ratio > 0)
+        assert ratio is None or (ratio > 0 if math.isfinite(report.gradient_norm or 0.0) else not math.isfinite(ratio))
         assert baseline is None or (math.isfinite(baseline) and baseline > 0)
     numbers = json.dumps(judge.state_dict(), allow_nan=True)
     for track in judge.state_dict()["optimizers"].values():

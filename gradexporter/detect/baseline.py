@@ -170,6 +170,11 @@ class Baselines:
         """Decades since the reading before, or since what was usual in the run that is continued; NaN without one."""
         return float(self._rise[_INDEX[series]])
 
+    def latest(self, series: str) -> float | None:
+        """The reading that ``deviation`` is about, in its own unit; None before the first."""
+        last = float(self._last[_INDEX[series]])
+        return None if math.isnan(last) else 10.0**last
+
     def usual(self, series: str) -> float | None:
         """The baseline of a run-level series in its own unit; None before its first reading."""
         index = _INDEX[series]
@@ -191,6 +196,10 @@ class Baselines:
     def layer_deviation(self, series: str) -> Values:
         """Decades above the usual by layer, in the order of ``names``; NaN where none is known."""
         return self._deviation[self._layers(series)]
+
+    def layer_is_warm(self, series: str) -> Mask:
+        """Which layers' baselines are past their warm-up, in the order of ``names``."""
+        return self._warm[self._layers(series)]
 
     def layer_usual(self, series: str, layer: int) -> float:
         """The baseline of the layer with this index in its own unit."""

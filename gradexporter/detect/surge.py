@@ -167,6 +167,7 @@ class GradientGrowth:
     def __init__(self, config: JudgeConfig) -> None:
         self._config = config
         self._norm = Smooth(config.growth_tau_steps)
+        self._readings = 0
         self._running = 0
         self._episodes = {
             severity: Episode(config, FindingKind.GRADIENT_GROWTH) for severity in (Severity.INFO, Severity.WARNING)
@@ -177,7 +178,9 @@ class GradientGrowth:
         if math.isnan(norm):
             return None
         self._norm.add(min(norm, 2.0), step.report.step)
-        rising = step.progress.trend_decades > config.growth_loss_decades
+        self._readings += 1
+        # The first readings alone are no smooth norm, and a warm-up that ended on a crest settles within them.
+        rising = self._readings > config.growth_tau_steps and step.progress.trend_decades > config.growth_loss_decades
         self._running = self._running + 1 if rising and self._norm.value > config.growth_decades else 0
         loud = self._norm.value > config.growth_warning_decades
         severity = Severity.WARNING if loud else Severity.INFO
@@ -244,8 +247,9 @@ class OptimizerStateLost:
 
 
 class LossSpike:
-    """The loss above ten times its usual, or above three times on five steps running.
+    """The loss above thirty times its usual, or above three times on five steps running.
 
+    In warm-up it is not known yet what is usual: a loss may well leap about before a run settles.
     A batch that is out of range explains its own loss, as far as the gradient stays calm.
     """
 
@@ -255,7 +259,8 @@ class LossSpike:
         self._episode = Episode(config, FindingKind.LOSS_SPIKE)
 
     def __call__(self, step: Step) -> Finding | None:
-        config, deviation = self._config, step.deviation("loss")
+        config = self._config
+        deviation = step.deviation("loss") if step.baselines.is_warm("loss") else math.nan
         if step.observed("loss"):
             self._running = self._running + 1 if deviation > config.loss_rise_decades else 0
         explained = any(finding.kind is FindingKind.INPUT_OUT_OF_RANGE for finding in step.findings)

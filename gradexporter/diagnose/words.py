@@ -62,10 +62,10 @@ def _followers(step: Step) -> list[str]:
     """What rose with the gradient, at its latest finite reading."""
     risen = []
     for series, name in _NAMES.items():
-        decades, usual = step.baselines.deviation(series), step.baselines.usual(series)
+        decades, value = step.baselines.deviation(series), step.baselines.latest(series)
         factor = ratio(decades)
-        if decades > 0.3 and factor is not None and usual is not None:
-            risen.append(f"{name} {size(usual * factor)}, {size(factor)} times its usual")
+        if decades > 0.3 and factor is not None and value is not None:
+            risen.append(f"{name} {size(value)}, {size(factor)} times its usual")
     return [f"Beside it: {'; '.join(risen)}."] if risen else []
 
 
