@@ -138,6 +138,25 @@ def test_a_spike_at_step_seven_neither_passes_unseen_nor_lifts_the_baseline():
     assert spiky.reports[-1].gradient_norm_baseline == pytest.approx(plain.reports[-1].gradient_norm_baseline, rel=0.1)
 
 
+def test_a_cascade_does_not_move_the_baseline_that_it_is_held_against():
+    history = calm(40)
+    history.run(1, gradient_norm=30.0, parameter_max_abs=4.0)
+    at_onset = history.run(1, gradient_norm=60.0, parameter_max_abs=8.0).gradient_norm_baseline
+    history.run(12, gradient_norm=1e6, parameter_max_abs=9e3)
+
+    assert history.reports[-1].state is State.CASCADE
+    assert history.reports[-1].gradient_norm_baseline == at_onset
+
+
+def test_a_level_that_rose_for_good_becomes_the_usual_one():
+    history = calm(40)
+    history.run(400, gradient_norm=30.0, parameter_max_abs=4.0)
+
+    assert "c" in history.states
+    assert history.reports[-1].state is State.HEALTHY
+    assert history.reports[-1].gradient_norm_baseline == pytest.approx(30.0, rel=0.1)
+
+
 def test_nan_before_warm_up_does_not_delay_the_baseline():
     history = History()
     history.run(3, gradient_norm=math.nan)

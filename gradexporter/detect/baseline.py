@@ -84,8 +84,8 @@ class Baselines:
         self._floor = np.full(size, self._config.floor_decades)
         self._floor[: len(RUN_SERIES)] = self._floors
 
-    def observe(self, report: StepReport) -> None:
-        """Measures the step against the baselines, then learns from it."""
+    def observe(self, report: StepReport, *, learn: bool = True) -> None:
+        """Measures the step against the baselines, then learns from it; one in warm-up learns all the same."""
         names = report.layers.names
         if names and names is not self.names and names != self.names:
             self._follow(names)
@@ -102,7 +102,7 @@ class Baselines:
         judged = usable & self._warm
         self._deviation = np.where(judged, above, self._deviation)
         self._rise = np.where(usable, u - self._last, np.nan)
-        rate = np.where(judged, self._rates[gap], 0.0)
+        rate = np.where(judged, self._rates[gap] if learn else 0.0, 0.0)
         self._mean += rate * (np.minimum(u, self._base + self._config.cap_decades) - self._mean)
         faded = self._top - self._config.floor_decay_decades * gap
         self._top = np.where(judged, np.maximum(faded, self._mean), self._top)

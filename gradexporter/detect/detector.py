@@ -61,6 +61,7 @@ class Detector:
         """The run was healthy when it was saved and is continued here."""
         self._number = 0
         self._last_loud = NEVER
+        self._last_grave = self._grave_since = NEVER
         self._forecasts: dict[str, Forecast] = {}
         self._loud: tuple[Rule, ...] = (
             Nonfinite(),
@@ -90,7 +91,7 @@ class Detector:
     def __call__(self, report: StepReport) -> Detection:
         """The findings of one step."""
         self._number += 1
-        self.baselines.observe(report)
+        self.baselines.observe(report, learn=not self._is_lost())
         self.progress.observe(report.loss, report.step)
         step = Step(
             report=report,
@@ -107,6 +108,10 @@ class Detector:
             del step.findings[1:]  # NaN explains them all
         if state is not None:
             self._last_loud = self._number
+        if state in (State.CASCADE, State.NONFINITE):
+            if self._number - self._last_grave >= self._config.clean_steps:
+                self._grave_since = self._number
+            self._last_grave = self._number
         step.quiet = self._number - self._last_loud >= self._config.tau_steps
         self._apply(self._causes, step)
         if state is not State.NONFINITE:
@@ -123,6 +128,14 @@ class Detector:
             first_nonfinite=first_nonfinite(report, step.nonfinite) if state is State.NONFINITE else None,
             steps_to_overflow=min(forecasts, default=None),
         )
+
+    def _is_lost(self) -> bool:
+        """A cascade is under way, so that its steps tell nothing of what is usual.
+
+        One that lasts is how the run is now, and learned like any other level.
+        """
+        under_way = self._number - self._last_grave <= self._config.clean_steps
+        return under_way and self._number - self._grave_since <= self._config.clean_steps
 
     @staticmethod
     def _apply(rules: tuple[Rule, ...], step: Step) -> None:

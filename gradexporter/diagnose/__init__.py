@@ -108,7 +108,7 @@ class Diagnoser:
             quantity=(incident.nonfinite or incident.opening).quantity,
             since_step=incident.since_step,
             evidence=incident_evidence(incident, self._trail, step),
-            advice=incident_advice(incident, step.baselines.usual("gradient_norm")),
+            advice=incident_advice(incident),
         )
         self._open = incident, diagnosis
 
@@ -122,6 +122,7 @@ class Diagnoser:
             since_step=since,
             clean_step=_before(since, last_healthy),
             opening=next(finding for finding in detection.findings if finding.severity is not Severity.INFO),
+            usual_norm=step.baselines.usual("gradient_norm"),
             resumed=step.resumed,
             lead_in=tuple(sentence for diagnosis in led for sentence in diagnosis.evidence),
             state=state,

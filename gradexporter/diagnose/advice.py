@@ -6,9 +6,10 @@ from gradexporter.diagnose.incident import Incident
 from gradexporter.records import Finding, FindingKind, Quantity, Severity, Shape
 
 
-def incident_advice(incident: Incident, usual_norm: float | None) -> tuple[str, ...]:
+def incident_advice(incident: Incident) -> tuple[str, ...]:
     """What to do about an open incident."""
-    clip = f" or clip the gradient norm at about {usual_norm:.2g}" if usual_norm else " or clip the gradient norm"
+    usual = incident.usual_norm
+    clip = f" or clip the gradient norm at about {usual:.2g}" if usual else " or clip the gradient norm"
     restart = _restart(incident.clean_step)
     if incident.severity is Severity.WARNING:
         keep = "" if incident.clean_step is None else f", and keep the one of step {incident.clean_step}"

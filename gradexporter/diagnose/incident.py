@@ -24,6 +24,8 @@ class Incident:
     """The last healthy step before it."""
     opening: Finding
     """The finding that opened it, the worst of its step."""
+    usual_norm: float | None
+    """What the gradient norm usually was when it opened."""
     resumed: bool
     """The run was continued from a checkpoint just before."""
     lead_in: tuple[str, ...]

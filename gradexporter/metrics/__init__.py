@@ -164,7 +164,7 @@ GRADIENT_NORM_PEAK = gauge(
 GRADIENT_NORM_BASELINE = gauge(
     GLOBAL,
     "gradient_norm_baseline",
-    "What this rank's gradient norm usually is, learnt from its healthy steps.",
+    "What this rank's gradient norm usually is: spikes count little, the first steps of a cascade not at all.",
     read.largest("gradient_norm_baseline"),
 )
 GRADIENT_SPIKE_RATIO = gauge(
