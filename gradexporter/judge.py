@@ -70,7 +70,8 @@ class _Track:
         detection = self._detector(report)
         step, baselines = detection.step, self._detector.baselines
         self._state = self._next_state(detection)
-        if self._state is State.HEALTHY:
+        diagnosis = self._diagnoser(detection, self._state, self._last_healthy)
+        if self._state is State.HEALTHY and not self._diagnoser.is_wary:
             self._last_healthy = report.step
         warm = baselines.is_warm("gradient_norm")
         return dataclasses.replace(
@@ -78,7 +79,7 @@ class _Track:
             layers=_with_spike_ratio(report.layers, step),
             state=self._state,
             findings=detection.findings,
-            diagnosis=self._diagnoser(detection, self._state, self._last_healthy),
+            diagnosis=diagnosis,
             last_healthy_step=self._last_healthy,
             first_nonfinite=first or detection.first_nonfinite,
             gradient_norm_baseline=baselines.usual("gradient_norm") if warm else None,

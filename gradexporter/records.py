@@ -300,7 +300,7 @@ class StepReport:
     """The run's first, kept on every later report."""
     gradient_norm_baseline: float | None = None
     gradient_spike_ratio: float | None = None
-    """Gradient norm over its baseline; None until a baseline exists or where the norm is not finite."""
+    """Gradient norm over its baseline; None until a baseline exists, not finite where the norm is not."""
     overflow_headroom_decades: float | None = None
     """Decades between the largest magnitude and the largest finite value of its dtype."""
     steps_to_overflow: float | None = None

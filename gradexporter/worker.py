@@ -153,12 +153,14 @@ class Worker:
             self._said[finding.kind] = report.step
             if fresh:
                 _log.warning(
-                    "gradexporter: step %d: %s%s%s; last healthy step %s",
+                    "gradexporter: step %d: %s%s%s; %s",
                     report.step,
                     finding.kind,
                     _place(finding.layer),
-                    f", {finding.ratio:.3g} times its baseline" if finding.ratio is not None else "",
-                    report.last_healthy_step,
+                    _size(finding.ratio),
+                    "no healthy step yet"
+                    if report.last_healthy_step is None
+                    else f"last healthy step {report.last_healthy_step}",
                 )
 
     def _refresh(self) -> None:
@@ -174,6 +176,13 @@ class Worker:
             failures=self._fence.failures,
             **facts,
         )
+
+
+def _size(ratio: float | None) -> str:
+    """A value against its baseline, one below it as a fraction."""
+    if ratio is None:
+        return ""
+    return f", 1/{1 / ratio:.3g} of its baseline" if 0 < ratio < 1 else f", {ratio:.3g} times its baseline"
 
 
 def _place(layer: str | None) -> str:

@@ -66,7 +66,7 @@ def test_the_demo_is_seen_eleven_steps_before_it_is_not_finite(corpus: Path):
     assert first(reports, State.NONFINITE) == 59
     assert last.first_nonfinite is not None
     assert last.first_nonfinite.step == 59
-    assert last.last_healthy_step == 47
+    assert last.last_healthy_step == 46
     assert last.diagnosis is not None
     assert last.diagnosis.shape is Shape.SPIKE_CASCADE
 

@@ -321,7 +321,7 @@ def test_the_first_spike_of_a_healthy_run_is_no_jump_out_of_a_cascade():
         ),
         (
             [step(1, State.NONFINITE, first_nonfinite=FirstNonfinite(step=1, layer="loss", quantity=Quantity.LOSS))],
-            "Non-finite at step 1, and not one finite step to see it coming.",
+            "Non-finite at step 1, without a finite warning.",
         ),
     ],
 )

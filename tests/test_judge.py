@@ -106,6 +106,26 @@ def test_the_last_healthy_step_stands_still_while_a_run_is_not_healthy():
     assert history.run(20).last_healthy_step == 51
 
 
+def test_a_restart_is_advised_from_the_last_healthy_step_where_a_jump_led_up_to_an_incident():
+    history = calm(40)
+    history.run(1, update_ratio=0.05)
+    history.run(3)
+    report = history.run(1, gradient_norm=40.0, parameter_max_abs=9.0)
+
+    assert history.states[40:] == "hhhhc"
+    assert report.last_healthy_step == 40
+    assert report.diagnosis is not None
+    assert "checkpoint of step 40 or earlier" in report.diagnosis.advice[1]
+
+
+def test_the_last_healthy_step_goes_on_once_a_jump_led_to_nothing():
+    history = calm(40)
+    history.run(1, update_ratio=0.05)
+
+    assert history.run(15).last_healthy_step == 40
+    assert history.run(1).last_healthy_step == 57
+
+
 def test_one_loss_of_nan_is_healthy_again_after_sixteen_clean_steps():
     history = calm(20)
     report = history.run(1, loss=math.nan, gradient_norm=0.0, gradient_max_abs=0.0)

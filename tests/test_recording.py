@@ -53,7 +53,7 @@ def test_the_recorded_run_is_a_cascade_eleven_steps_before_it_is_not_finite(judg
 
     assert firsts == {State.WARMING_UP: 1, State.HEALTHY: 11, State.CASCADE: 48, State.NONFINITE: 59}
     assert judged[-1].first_nonfinite == FirstNonfinite(step=59, layer="6", quantity=Quantity.ACTIVATION)
-    assert judged[-1].last_healthy_step == 47
+    assert judged[-1].last_healthy_step == 46
     assert judged[-1].diagnosis is not None
     assert judged[-1].diagnosis.shape is Shape.SPIKE_CASCADE
 

@@ -48,7 +48,7 @@ def cells(report: StepReport) -> tuple[str, ...]:
         str(report.step),
         number(report.loss),
         number(report.gradient_norm),
-        "-" if ratio is None else f"{number(ratio)}x",
+        number(ratio) + ("x" if ratio is not None and math.isfinite(ratio) else ""),
         number(report.activation_max_abs),
         number(report.momentum_max_abs),
         number(report.parameter_max_abs),
@@ -96,7 +96,7 @@ def verdict(course: Course) -> tuple[str, State]:
     if lost is not None and alarm is not None and lead:
         return f"Flagged at step {alarm.step}, non-finite at step {lost}: {_steps(lead)} ahead.", State.NONFINITE
     if lost is not None:
-        return f"Non-finite at step {lost}, and not one finite step to see it coming.", State.NONFINITE
+        return f"Non-finite at step {lost}, without a finite warning.", State.NONFINITE
     if alarm is not None:
         return f"Flagged at step {alarm.step}, and finite after all {_steps(course.steps)}.", State.SPIKE
     if outcome.shape is not None:

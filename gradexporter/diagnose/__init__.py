@@ -72,7 +72,10 @@ class Diagnoser:
         self._healthy_steps = 0
 
     def __call__(self, detection: Detection, state: State, last_healthy: int | None) -> Diagnosis | None:
-        """The diagnosis after one more step; ``state`` is the one that the step leaves the run in."""
+        """The diagnosis after one more step; ``state`` is the one that the step leaves the run in.
+
+        ``last_healthy`` is the last healthy step before this one.
+        """
         self._trail.observe(detection)
         self._follow_incident(detection, state, last_healthy)
         self._follow_conditions(detection, last_healthy)
@@ -81,6 +84,11 @@ class Diagnoser:
         if self._healthy_steps >= self._config.forget_steps:
             self._past = None
         return current or self._past
+
+    @property
+    def is_wary(self) -> bool:
+        """Growth or a jump is under way that an incident, should one follow, began with."""
+        return any(kind in self._conditions for kind in _PASSING)
 
     def _current(self) -> Diagnosis | None:
         holding = [condition.diagnosis for condition in self._conditions.values()]
