@@ -23,8 +23,8 @@ from gradexporter import identity
 from gradexporter.config import DEFAULT_PORT, Config, ConfigError, resolve
 from gradexporter.fence import Fence
 from gradexporter.hooks import Capture
+from gradexporter.hooks.batch import valueless
 from gradexporter.hooks.cadence import Cadence
-from gradexporter.hooks.capture import valueless
 from gradexporter.records import Finding, Snapshot, State, StepReport
 from gradexporter.sinks.prometheus import Endpoint
 from gradexporter.worker import Worker

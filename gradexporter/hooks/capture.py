@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import collections
 import functools
-import itertools
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -27,26 +25,14 @@ from gradexporter import stats
 from gradexporter.config import Config
 from gradexporter.fence import Fence
 from gradexporter.hooks import points, scaler
+from gradexporter.hooks.attachment import LayerHooks
+from gradexporter.hooks.batch import MOST_PARTS, floating, valueless
 from gradexporter.hooks.cadence import Cadence
 from gradexporter.hooks.layers import find_layers
 from gradexporter.hooks.watched import Watched, held_by
 from gradexporter.readback import Number, Pending, closed_on, pack
 
-MOST_PARTS = 1024
-"""Losses and ranges that one step keeps, and parts of a batch that are looked at."""
-
-_FAST_PATHS = (nn.TransformerEncoderLayer, nn.TransformerEncoder, nn.MultiheadAttention)
-"""Modules that compute otherwise in eval when a module inside them has hooks."""
-
-_VALUELESS = frozenset({"FakeTensor", "FunctionalTensor"})
-"""Tensor classes that stand for a tensor and hold no value."""
-
 Method = TypeVar("Method", bound=Callable[..., None])
-
-
-def valueless() -> bool:
-    """Whether tensors have no value of their own yet: under vmap, grad and other transforms, and under a tracer."""
-    return torch._C._are_functorch_transforms_active() or torch._C._get_tracing_state() is not None
 
 
 def fenced(method: Method) -> Method:
@@ -101,9 +87,7 @@ class Capture:
         self._phase_now = "train"
         self._lock = threading.RLock()
         self._handles: list[Any] = []
-        self._layer_handles: list[Any] = []
-        self._sheltered: dict[int, nn.Module] = {}
-        self._put_aside: dict[int, Any] = {}
+        self._layer_hooks = LayerHooks()
         self._next = config.start_step
         self._closed: Pending | None = None
         self._closed_before: float | None = None
@@ -146,7 +130,7 @@ class Capture:
         """Sets every hook; raises what torch raises, with nothing left behind."""
         assert self._model is not None
         try:
-            self._attach_layers()
+            self._layer_hooks.attach(self, self._model, self._watched)
             self._hold(self._model.register_forward_pre_hook(points.Entering(self), with_kwargs=True))
             self._hold(self._model.register_forward_hook(points.Leaving(self), always_call=True))
             me = weakref.ref(self)  # an optimizer alone keeps nothing of ours alive
@@ -167,10 +151,9 @@ class Capture:
         """Removes every hook; a second call does nothing."""
         self.alive = False
         scaler.unlisten(self)
-        for handles in (self._layer_handles, self._handles):
-            while handles:
-                handles.pop().remove()
-        self._sheltered = {}
+        self._layer_hooks.detach()
+        while self._handles:
+            self._handles.pop().remove()
 
     def forget(self) -> None:
         """Lets go of model and optimizers, so that a closed monitor keeps no parameter alive."""
@@ -181,44 +164,12 @@ class Capture:
     def _hold(self, handle: Any) -> None:
         self._handles.append(handle)
 
-    def _attach_layers(self) -> None:
-        assert self._model is not None
-        sheltered = {
-            id(part) for fast in self._model.modules() if isinstance(fast, _FAST_PATHS) for part in fast.modules()
-        }
-        for index, layer in enumerate(self.layers):
-            if layer.module is None:
-                continue
-            handle = layer.module.register_forward_hook(points.LayerOutput(self, index))
-            self._layer_handles.append(handle)
-            if id(layer.module) in sheltered:
-                self._sheltered[handle.id] = layer.module
-        for watched in self._watched:
-            hook = points.Accumulated(self, watched)
-            for parameter in watched.parameters:
-                if parameter.requires_grad:
-                    handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-                    self._layer_handles.append(handle)
-
     def _survey_again(self) -> None:
         """A parameter joined or left a group: the layers are found anew."""
         assert self._model is not None
-        while self._layer_handles:
-            self._layer_handles.pop().remove()
-        self._sheltered = {}
+        self._layer_hooks.detach()
         self._survey(self._model)
-        self._attach_layers()
-
-    def _shelter(self, training: bool) -> None:
-        """Takes our hooks off modules that leave a fast path, with other rounding, when they have any in eval."""
-        for key, module in self._sheltered.items():
-            if training:
-                if key not in module._forward_hooks and key in self._put_aside:
-                    module._forward_hooks[key] = self._put_aside.pop(key)
-            else:
-                hook = module._forward_hooks.pop(key, None)
-                if hook is not None:
-                    self._put_aside[key] = hook
+        self._layer_hooks.attach(self, self._model, self._watched)
 
     # -- forward --------------------------------------------------------------------------------
 
@@ -229,8 +180,7 @@ class Capture:
         self._in_training_forward = grad and (module.training or self._trains_in_eval)
         if grad:
             self._trained_in[module.training] = True
-        if self._sheltered:
-            self._shelter(module.training)
+        self._layer_hooks.shelter(module.training)
         self._enter_phase("train" if module.training or self._in_training_forward else "eval")
         if self._in_training_forward:
             self.seal()
@@ -246,8 +196,7 @@ class Capture:
     def leaving(self) -> None:
         """The watched model has run, or raised."""
         self._in_training_forward = False
-        if self._put_aside:
-            self._shelter(True)
+        self._layer_hooks.shelter(True)
 
     def _measures(self) -> bool:
         """Whether an output belongs to training; reentrant checkpointing runs its forward without grad mode."""
@@ -550,25 +499,3 @@ def _largest(dtype: torch.dtype) -> float:
 def _rates(optimizer: Optimizer) -> list[Number]:
     rates = [group["lr"] for group in optimizer.param_groups if "lr" in group]
     return [rate.detach().clone().reshape(()) if isinstance(rate, Tensor) else float(rate) for rate in rates]
-
-
-def floating(value: Any) -> Iterator[Tensor]:
-    """The floating tensors of a nested structure of lists, tuples, dicts and dataclasses.
-
-    Looks at no more than ``MOST_PARTS`` parts, and at nothing that would have to be computed to be seen.
-    """
-    waiting = [value]
-    looked = 0
-    while waiting and looked < MOST_PARTS:
-        value = waiting.pop(0)
-        looked += 1
-        if isinstance(value, Tensor):
-            valued = not (value.is_meta or value.is_nested) and type(value).__name__ not in _VALUELESS
-            if valued and (value.dtype in stats.FLOATING or value.is_complex()):
-                yield value
-        elif isinstance(value, (list, tuple)):
-            waiting += value[:MOST_PARTS]
-        elif isinstance(value, dict):
-            waiting += itertools.islice(dict.values(value), MOST_PARTS)
-        elif is_dataclass(value) and not isinstance(value, type):
-            waiting += [getattr(value, item.name, None) for item in fields(value)]
