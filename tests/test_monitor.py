@@ -132,6 +132,17 @@ class TestBadInput:
 
         assert text in str(caught.value)
 
+    def test_the_log_line_of_a_run_that_was_never_healthy_says_so(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        with gradexporter.watch(model, optimizer, serve=False) as monitor:
+            for parameter in model.parameters():
+                parameter.grad = torch.full_like(parameter, float("nan"))
+            optimizer.step()
+            monitor.flush()
+
+        assert any(line.endswith("; no healthy step yet") for line in caplog.messages)
+
     def test_a_misspelt_variable_is_pointed_out(
         self,
         model: nn.Module,
