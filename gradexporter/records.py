@@ -15,6 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+ROOT_LAYER = "(root)"
+"""Name of a layer that is the watched module itself; an empty label would be no label at all."""
+
 FLOAT32_MAX = 3.4028234663852886e38
 """Largest finite float32; the ``dtype_max`` of a report that does not say otherwise."""
 

@@ -281,6 +281,29 @@ def test_parameters_outside_the_model_are_part_of_the_gradient(watch: Callable[.
     assert "(other)" in monitor.report.layers.names
 
 
+def test_a_parameter_of_the_root_is_not_blamed_for_what_a_layer_after_it_lost(watch: Callable[..., Monitor]) -> None:
+    class Rooted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.position = nn.Parameter(torch.zeros(6))
+            self.body = nn.Linear(6, 6)
+            self.head = nn.Linear(6, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.body(x + self.position))
+
+    model = Rooted()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = watch(model, optimizer)
+    (model(torch.ones(2, 6)).sum() * math.nan).backward()
+    optimizer.step()
+    assert monitor.flush()
+
+    assert monitor.report is not None
+    assert monitor.report.first_nonfinite is not None
+    assert (monitor.report.first_nonfinite.layer, monitor.report.first_nonfinite.quantity) == ("head", "gradient")
+
+
 def test_a_closure_that_clears_the_gradient_is_no_clipping(watch: Callable[..., Monitor]) -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

@@ -6,7 +6,16 @@ import math
 
 import numpy as np
 
-from gradexporter.records import NONFINITE_QUANTITIES, FirstNonfinite, LayerTable, Mask, Quantity, StepReport, Values
+from gradexporter.records import (
+    NONFINITE_QUANTITIES,
+    ROOT_LAYER,
+    FirstNonfinite,
+    LayerTable,
+    Mask,
+    Quantity,
+    StepReport,
+    Values,
+)
 
 _RUN_FIELDS = {
     Quantity.INPUT: ("input_max_abs",),
@@ -91,7 +100,7 @@ def producer(table: LayerTable, quantity: Quantity) -> str | None:
         return table.names[int(suspects[np.argmin(order[suspects])])]
     # A parent returns after its children, though its own weights may have acted before them.
     names = {table.names[index] for index in suspects}
-    parents = {name[:at] for name in names for at in range(len(name)) if name[at] == "."} | {""}
+    parents = {name[:at] for name in names for at in range(len(name)) if name[at] == "."} | {ROOT_LAYER}
     leaves = [index for index in suspects if table.names[index] not in parents]
     return table.names[int(max(leaves or suspects, key=lambda index: order[index]))]
 

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-ROOT = "(root)"
-"""Name of a layer that is the watched module itself; an empty label would be no label at all."""
+from gradexporter.records import ROOT_LAYER
 
 OTHER = "(other)"
 """Name of the parameters that an optimizer updates and the watched module does not own."""
@@ -51,7 +50,7 @@ def find_layers(
             continue
         fresh = tuple(parameter for parameter in direct if id(parameter) not in owned)
         owned.update(id(parameter) for parameter in fresh)
-        layers.append(Layer(name or ROOT, module, fresh))
+        layers.append(Layer(name or ROOT_LAYER, module, fresh))
     foreign = tuple({id(parameter): parameter for parameter in optimized if id(parameter) not in owned}.values())
     return [*layers, Layer(OTHER, None, foreign)] if foreign else layers
 
