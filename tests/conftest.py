@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -81,3 +82,24 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
         assert path.read_text() == text
 
     return compare
+
+
+@pytest.fixture
+def watch() -> Iterator[Callable[..., Any]]:
+    """``gradexporter.watch`` without an endpoint; afterwards every monitor is closed and has had no fault."""
+    import torch
+
+    import gradexporter
+
+    torch.set_num_threads(1)
+    monitors = []
+
+    def start(*args: Any, **settings: Any) -> Any:
+        monitors.append(gradexporter.watch(*args, serve=False, **settings))
+        return monitors[-1]
+
+    yield start
+    for monitor in monitors:
+        snapshot = monitor.snapshot
+        monitor.close()
+        assert snapshot is None or not any(snapshot.itself.failures.values()), snapshot.itself.failures

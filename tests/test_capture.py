@@ -5,36 +5,15 @@ from __future__ import annotations
 import copy
 import math
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-import gradexporter
 from gradexporter.monitor import Monitor
 from gradexporter.records import LayerStats, StepReport
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
-@pytest.fixture
-def watch() -> Iterator[Callable[..., Monitor]]:
-    monitors = []
-
-    def start(*args: Any, **settings: Any) -> Monitor:
-        monitors.append(gradexporter.watch(*args, serve=False, **settings))
-        return monitors[-1]
-
-    yield start
-    for monitor in monitors:
-        snapshot = monitor.snapshot
-        monitor.close()
-        assert snapshot is None or not any(snapshot.itself.failures.values()), snapshot.itself.failures
 
 
 def net() -> nn.Sequential:

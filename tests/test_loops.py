@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,26 +21,6 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import gradexporter
 from gradexporter.monitor import Monitor
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
-@pytest.fixture
-def watch() -> Iterator[Callable[..., Monitor]]:
-    monitors = []
-
-    def start(*args: Any, **settings: Any) -> Monitor:
-        monitors.append(gradexporter.watch(*args, serve=False, **settings))
-        return monitors[-1]
-
-    yield start
-    for monitor in monitors:
-        snapshot = monitor.snapshot
-        monitor.close()
-        assert snapshot is None or not any(snapshot.itself.failures.values()), snapshot.itself.failures
 
 
 def net() -> nn.Sequential:
