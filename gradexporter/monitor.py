@@ -26,7 +26,7 @@ from gradexporter.hooks import Capture
 from gradexporter.hooks.batch import valueless
 from gradexporter.hooks.cadence import Cadence
 from gradexporter.records import Finding, Snapshot, State, StepReport
-from gradexporter.sinks.prometheus import Endpoint
+from gradexporter.sinks.prometheus import Endpoint, EndpointError
 from gradexporter.worker import Worker
 
 CLOSE_SECONDS = 5.0
@@ -126,7 +126,10 @@ def _endpoint(config: Config, worker: Worker, fence: Fence) -> Endpoint | None:
     )
     try:
         endpoint.start()
-    except Exception as error:  # a port is never worth a run
+    except EndpointError as error:  # a port is never worth a run
+        fence.record("endpoint", str(error))
+        return None
+    except Exception as error:
         fence.record("endpoint", error)
         return None
     return endpoint
