@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from conftest import missing
 
 import gradexporter
 
@@ -175,7 +176,7 @@ def test_the_repository_speaks_of_the_product_alone(tool: Callable[..., str]):
     words = ["/" + "work/", "sub" + "agent", "farm" + "-", "." + "library"]
     listed = subprocess.run([tool("git"), "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
     if listed.returncode != 0:
-        pytest.skip("not a checkout of git, so nothing says which files belong to the project")
+        missing("a checkout of git, which says what files belong to the project,")
 
     for name in filter(None, listed.stdout.split("\0")):
         text = (ROOT / name).read_bytes().decode(errors="replace")

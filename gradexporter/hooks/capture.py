@@ -11,7 +11,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -35,6 +34,15 @@ from gradexporter.readback import Number, Pending, closed_on, pack
 Method = TypeVar("Method", bound=Callable[..., None])
 
 
+def quietly(function: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """Calls out of sight of the user's dispatch modes: selective checkpointing, a counter of operations."""
+    if torch._C._len_torch_dispatch_stack():
+        with _disable_current_modes():
+            function(*args, **kwargs)
+    else:
+        function(*args, **kwargs)
+
+
 def fenced(method: Method) -> Method:
     """Counts a fault of ours instead of raising it, and the time that we took."""
 
@@ -44,12 +52,7 @@ def fenced(method: Method) -> Method:
             return
         began = time.perf_counter()
         try:
-            if torch._C._len_torch_dispatch_stack():
-                # A mode of the user's (selective checkpointing, a counter) must not see our operations.
-                with _disable_current_modes():
-                    method(self, *args, **kwargs)
-            else:
-                method(self, *args, **kwargs)
+            quietly(method, self, *args, **kwargs)
         except Exception as error:
             self.fence.record("hooks", error)
         finally:
@@ -207,9 +210,7 @@ class Capture:
 
     def layer_output(self, layer: int, output: Any) -> None:
         """One layer has returned ``output``."""
-        if not self.alive:
-            return
-        if valueless():
+        if not self.alive or valueless():
             return
         if torch._C._current_graph_task_id() != -1:
             # Inside a backward a checkpointed forward is computed again: measured then if it was not before.
@@ -219,11 +220,7 @@ class Capture:
             return
         began = time.perf_counter()
         try:
-            if torch._C._len_torch_dispatch_stack():
-                with _disable_current_modes():
-                    self._measure_output(layer, output)
-            else:
-                self._measure_output(layer, output)
+            quietly(self._measure_output, layer, output)
         except Exception as error:
             self.fence.record("hooks", error)
         finally:
@@ -439,20 +436,23 @@ class Capture:
 
     def observe(self, loss: Number | None, inputs: Any, targets: Any) -> None:
         """Adds a loss and the ranges of a batch to the step being built, or to the one just closed."""
-        with self._lock, _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext():
-            if loss is not None:
-                # Where the forward is not seen (compiled before us), a loop that observes before its backward
-                # must not give this loss to the step before.
-                if self._closed is None:
-                    self._loss_comes_first = not self._backward_seen
-                elif self._loss_comes_first:
-                    self.seal()
-                (self._losses if self._closed is None else self._closed.losses).append(loss)
-                self.signals["loss"] = True
-            for name, batch in (("input", inputs), ("target", targets)):
-                if batch is not None:
-                    self._sources[name] = True
-                    self._measure_range(name, batch)
+        with self._lock:
+            quietly(self._observe, loss, inputs, targets)
+
+    def _observe(self, loss: Number | None, inputs: Any, targets: Any) -> None:
+        if loss is not None:
+            # Where the forward is not seen (compiled before us), a loop that observes before its backward
+            # must not give this loss to the step before.
+            if self._closed is None:
+                self._loss_comes_first = not self._backward_seen
+            elif self._loss_comes_first:
+                self.seal()
+            (self._losses if self._closed is None else self._closed.losses).append(loss)
+            self.signals["loss"] = True
+        for name, batch in (("input", inputs), ("target", targets)):
+            if batch is not None:
+                self._sources[name] = True
+                self._measure_range(name, batch)
 
     def _measure_range(self, name: str, batch: Any) -> None:
         tensors = [tensor for tensor in map(stats.plain, floating(batch)) if tensor.numel()]

@@ -58,7 +58,6 @@ class Unit(Enum):
 
     NONE = ("", "")
     SECONDS = ("seconds", "s")
-    BYTES = ("bytes", "By")
 
 
 class Section(str, Enum):
