@@ -76,6 +76,7 @@ def test_gradients_of_each_layer_equal_those_of_autograd_in_float64(watch: Calla
         assert row.gradient_nonfinite == 0
 
 
+@pytest.mark.matrix("clip")
 def test_the_gradient_is_the_one_before_clipping_and_the_clip_factor_says_what_clipping_did(
     watch: Callable[..., Monitor],
 ) -> None:
@@ -106,6 +107,7 @@ def test_a_gradient_that_nobody_clipped_has_clip_factor_one(watch: Callable[...,
     assert reported(monitor).clip_factor == 1.0
 
 
+@pytest.mark.matrix("accumulation")
 def test_accumulated_micro_batches_are_one_step_with_the_gradient_of_the_update(
     watch: Callable[..., Monitor],
 ) -> None:
@@ -220,6 +222,7 @@ def test_optimizer_state_and_parameters_are_those_after_the_update(watch: Callab
     assert layer(report, "2").second_moment_max_abs >= state["exp_avg_sq"].max().item()
 
 
+@pytest.mark.matrix("scaler")
 @pytest.mark.parametrize("fused", [False, True])
 def test_gradients_under_a_loss_scaler_are_divided_by_the_scale(watch: Callable[..., Monitor], fused: bool) -> None:
     model = net()
@@ -239,6 +242,7 @@ def test_gradients_under_a_loss_scaler_are_divided_by_the_scale(watch: Callable[
     assert report.clip_factor in (None, 1.0)
 
 
+@pytest.mark.matrix("scaler")
 @pytest.mark.parametrize("fused", [False, True])
 def test_an_update_that_the_scaler_skips_is_a_skipped_step(watch: Callable[..., Monitor], fused: bool) -> None:
     model = net()
@@ -264,6 +268,7 @@ def test_an_update_that_the_scaler_skips_is_a_skipped_step(watch: Callable[..., 
     assert (monitor.snapshot.steps_applied, monitor.snapshot.steps_skipped) == (2, 1)
 
 
+@pytest.mark.matrix("clip")
 def test_gradients_unscaled_and_clipped_by_the_user_keep_their_size(watch: Callable[..., Monitor]) -> None:
     model = net()
     x, y = data()
@@ -283,6 +288,7 @@ def test_gradients_unscaled_and_clipped_by_the_user_keep_their_size(watch: Calla
     assert report.clip_factor == pytest.approx(0.01 / expected, rel=1e-3)
 
 
+@pytest.mark.matrix("overflow")
 def test_a_norm_that_would_overflow_float32_is_finite(watch: Callable[..., Monitor]) -> None:
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -329,6 +335,7 @@ def test_non_finite_elements_are_counted_where_they_are(watch: Callable[..., Mon
     assert (report.first_nonfinite.layer, report.first_nonfinite.quantity) == ("2", "gradient")
 
 
+@pytest.mark.matrix("dtypes")
 def test_half_precision_is_widened_before_it_is_squared(watch: Callable[..., Monitor]) -> None:
     model = nn.Linear(64, 64, bias=False).half()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -343,6 +350,7 @@ def test_half_precision_is_widened_before_it_is_squared(watch: Callable[..., Mon
     assert report.dtype_max == 65504.0
 
 
+@pytest.mark.matrix("parameters")
 def test_frozen_and_unused_layers_have_no_gradient_rather_than_zero(watch: Callable[..., Monitor]) -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
@@ -369,6 +377,7 @@ def test_frozen_and_unused_layers_have_no_gradient_rather_than_zero(watch: Calla
     assert layer(report, "used").gradient_norm is not None
 
 
+@pytest.mark.matrix("parameters")
 def test_tied_weights_are_counted_once_under_the_first_name(watch: Callable[..., Monitor]) -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:
@@ -395,6 +404,7 @@ def test_tied_weights_are_counted_once_under_the_first_name(watch: Callable[...,
     assert layer(report, "second").activation_rms is not None
 
 
+@pytest.mark.matrix("evaluation")
 def test_a_validation_forward_is_not_measured(watch: Callable[..., Monitor]) -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -416,6 +426,7 @@ def test_a_validation_forward_is_not_measured(watch: Callable[..., Monitor]) -> 
     assert report.input_max_abs == x.abs().max().item()
 
 
+@pytest.mark.matrix("interrupted")
 def test_a_backward_that_fails_midway_does_not_blind_the_next_one(watch: Callable[..., Monitor]) -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -495,6 +506,7 @@ def test_sampled_statistics_come_every_nth_step_and_the_rest_at_every_one(watch:
     assert [full for _, full in seen] == [True, False, True, False, True, False]
 
 
+@pytest.mark.matrix("copies")
 def test_copies_of_a_watched_model_are_free_of_it(watch: Callable[..., Monitor]) -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -512,6 +524,7 @@ def test_copies_of_a_watched_model_are_free_of_it(watch: Callable[..., Monitor])
     assert monitor.report is report
 
 
+@pytest.mark.matrix("outputs")
 def test_outputs_of_every_kind_of_structure_are_measured(watch: Callable[..., Monitor]) -> None:
     class Odd(nn.Module):
         def __init__(self) -> None:
@@ -533,6 +546,7 @@ def test_outputs_of_every_kind_of_structure_are_measured(watch: Callable[..., Mo
     assert row.gradient_norm == pytest.approx(4.0 * math.sqrt(3))
 
 
+@pytest.mark.matrix("optimizers")
 def test_several_optimizers_make_steps_of_their_own(watch: Callable[..., Monitor]) -> None:
     model = net()
     first = torch.optim.SGD(model[0].parameters(), lr=0.1)
@@ -569,6 +583,7 @@ def test_a_gradient_set_by_hand_is_measured_at_the_update(watch: Callable[..., M
     assert monitor.snapshot.itself.signal_available["pre_clip"] is False
 
 
+@pytest.mark.matrix("optimizers")
 def test_a_group_added_later_is_measured_too(watch: Callable[..., Monitor]) -> None:
     model = net()
     optimizer = torch.optim.SGD(model[2].parameters(), lr=0.1)
@@ -588,6 +603,7 @@ def test_a_group_added_later_is_measured_too(watch: Callable[..., Monitor]) -> N
     assert report.group_learning_rates == (0.1, 0.01)
 
 
+@pytest.mark.matrix("closure")
 def test_a_closure_is_one_step(watch: Callable[..., Monitor]) -> None:
     model = net()
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)

@@ -36,6 +36,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor | None = 
     return loss
 
 
+@pytest.mark.matrix("checkpointing")
 def test_selective_checkpointing_sees_none_of_our_operations(watch: Callable[..., Monitor]) -> None:
     policy = [torch.ops.aten.addmm.default, torch.ops.aten.linalg_vector_norm.default, torch.ops.aten.aminmax.default]
     context = functools.partial(create_selective_checkpoint_contexts, policy)
@@ -63,6 +64,7 @@ def test_selective_checkpointing_sees_none_of_our_operations(watch: Callable[...
         assert torch.equal(mine, theirs)
 
 
+@pytest.mark.matrix("checkpointing")
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpointed_layers_are_measured_once(watch: Callable[..., Monitor], reentrant: bool) -> None:
     model = net()
@@ -82,6 +84,7 @@ def test_checkpointed_layers_are_measured_once(watch: Callable[..., Monitor], re
     assert row.gradient_norm is not None
 
 
+@pytest.mark.matrix("accumulation")
 def test_of_accumulated_backwards_one_is_measured_once_their_number_is_known(watch: Callable[..., Monitor]) -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -229,6 +232,7 @@ def test_a_model_that_trains_in_eval_mode_is_measured_and_in_phase_train(watch: 
     assert monitor.snapshot.phase == "train"
 
 
+@pytest.mark.matrix("optimizers")
 def test_a_module_added_with_its_parameters_is_a_layer_from_then_on(watch: Callable[..., Monitor]) -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -245,6 +249,7 @@ def test_a_module_added_with_its_parameters_is_a_layer_from_then_on(watch: Calla
     assert [row.layer for row in monitor.report.layers.rows() if row.activation_rms is not None] == ["0", "2", "3"]
 
 
+@pytest.mark.matrix("optimizers")
 def test_parameters_outside_the_model_are_part_of_the_gradient(watch: Callable[..., Monitor]) -> None:
     model = nn.Linear(6, 3)
     temperature = nn.Parameter(torch.tensor(2.0))
@@ -284,6 +289,7 @@ def test_a_parameter_of_the_root_is_not_blamed_for_what_a_layer_after_it_lost(wa
     assert (monitor.report.first_nonfinite.layer, monitor.report.first_nonfinite.quantity) == ("head", "gradient")
 
 
+@pytest.mark.matrix("closure")
 def test_a_closure_that_clears_the_gradient_is_no_clipping(watch: Callable[..., Monitor]) -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -304,6 +310,7 @@ def test_a_closure_that_clears_the_gradient_is_no_clipping(watch: Callable[..., 
     assert monitor.snapshot.steps_applied == 5
 
 
+@pytest.mark.matrix("parameters")
 @pytest.mark.parametrize(
     "odd",
     [
@@ -328,6 +335,7 @@ def test_a_parameter_without_values_costs_no_step(
     assert monitor.report.gradient_norm is not None
 
 
+@pytest.mark.matrix("parameters")
 def test_sparse_and_complex_gradients_are_measured(watch: Callable[..., Monitor]) -> None:
     class Odd(nn.Module):
         def __init__(self) -> None:
@@ -394,6 +402,7 @@ def test_a_closed_monitor_keeps_no_parameter_and_a_copied_one_watches_nothing() 
     assert sys.getrefcount(parameter) < references
 
 
+@pytest.mark.matrix("copies")
 def test_a_model_saved_while_watched_loads_where_gradexporter_is_not(tmp_path: Any) -> None:
     model = nn.Sequential(nn.Linear(6, 3))
     with gradexporter.watch(model, torch.optim.SGD(model.parameters(), lr=0.1), serve=False):
@@ -417,6 +426,7 @@ def test_a_watched_model_can_be_traced(watch: Callable[..., Monitor]) -> None:
     assert torch.equal(torch.jit.trace(model, x)(x), model(x))
 
 
+@pytest.mark.matrix("copies")
 def test_a_forked_child_that_drops_the_model_does_not_hang() -> None:
     script = """
         import gc, os, torch, gradexporter

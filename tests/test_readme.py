@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from gradexporter.config import ENV_PREFIX, Config
+from tests import matrix
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
@@ -110,3 +111,19 @@ def test_links_lead_somewhere(page):
     targets = re.findall(r"\]\(([^)#]+)[^)]*\)", text) + re.findall(r"(?:src|srcset)=\"([^\"]+)\"", text)
 
     assert [target for target in targets if "://" not in target and not (ROOT / target).exists()] == []
+
+
+def test_the_table_of_loops_is_that_of_the_tests(request):
+    """``pytest --update`` writes it."""
+    page = ROOT / "README.md"
+    if request.config.getoption("--update"):
+        page.write_text(matrix.splice(page.read_text()))
+
+    assert matrix.splice(page.read_text()) == page.read_text()
+
+
+def test_every_loop_of_the_table_has_a_test_and_no_test_names_another():
+    sources = [path.read_text() for path in (ROOT / "tests").rglob("test_*.py")]
+    named = {name for source in sources for name in re.findall(r"mark\.matrix\(\"([^\"]+)\"\)", source)}
+
+    assert named == set(matrix.LOOPS)

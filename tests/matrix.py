@@ -1,0 +1,76 @@
+"""Training loops that the tests compare with an independent reference: what is right, what is absent and why.
+
+The table of limits in the README is written from this list. A test says which loop it is about with
+``@pytest.mark.matrix("name")``; every loop has at least one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+BEGIN = "<!-- loops:begin -->"
+END = "<!-- loops:end -->"
+
+
+@dataclass(frozen=True)
+class Loop:
+    """One row of the table."""
+
+    title: str
+    right: str
+    """What is published, and equals the reference."""
+    absent: str = ""
+    """What is not, and why; empty when nothing is missing."""
+
+
+LOOPS: dict[str, Loop] = {
+    "scaler": Loop(
+        "`GradScaler`, passed or not, plain and fused optimizers",
+        "gradients divided by the scale, the scale, skipped steps",
+    ),
+    "clip": Loop(
+        "`clip_grad_norm_`, `clip_grad_value_`, clipping by hand, `unscale_` first",
+        "the gradient before clipping, the clip factor",
+    ),
+    "accumulation": Loop(
+        "gradient accumulation",
+        "one step an update, with the gradient of the update",
+        "an update that comes after fewer backwards than the one before is measured after clipping; `pre_clip` is 0",
+    ),
+    "checkpointing": Loop("activation checkpointing, reentrant or not, selective", "each output once"),
+    "optimizers": Loop(
+        "several optimizers (GAN), groups and parameters added later, parameters outside the model",
+        "each `step()` is a step over its own parameters",
+    ),
+    "closure": Loop("LBFGS and other closures", "the gradient of the last evaluation"),
+    "parameters": Loop(
+        "frozen, unused, tied, zero-size, meta, sparse and complex parameters",
+        "what exists; tied weights once, under the first name",
+        "a gradient that is None is absent, not 0",
+    ),
+    "outputs": Loop(
+        "outputs in dicts, tuples, dataclasses, None; modules called several times a step",
+        "all floating tensors of all calls together",
+    ),
+    "dtypes": Loop("bf16 and fp16", "widened before squaring; headroom against the right maximum"),
+    "overflow": Loop("finite elements whose norm overflows float32", "the finite norm"),
+    "evaluation": Loop("validation and generation between training steps", "training forwards alone"),
+    "interrupted": Loop(
+        "a backward that raises midway, `zero_grad` without a step, double backward", "the next step, once"
+    ),
+    "copies": Loop("copies, pickles and forks of a watched model", "nothing of ours travels or hangs"),
+}
+
+
+def table() -> str:
+    """The rows as Markdown."""
+    lines = ["| loop | right | absent, and why |", "|---|---|---|"]
+    lines += [f"| {loop.title} | {loop.right} | {loop.absent} |" for loop in LOOPS.values()]
+    return "\n".join(lines)
+
+
+def splice(text: str) -> str:
+    """The page with the table between its markers renewed."""
+    before, rest = text.split(BEGIN)
+    _, after = rest.split(END)
+    return f"{before}{BEGIN}\n{table()}\n{END}{after}"
