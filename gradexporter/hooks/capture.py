@@ -13,7 +13,6 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
@@ -28,6 +27,7 @@ from gradexporter.hooks.attachment import LayerHooks
 from gradexporter.hooks.batch import MOST_PARTS, floating, valueless
 from gradexporter.hooks.cadence import Cadence
 from gradexporter.hooks.layers import find_layers
+from gradexporter.hooks.outputs import Outputs
 from gradexporter.hooks.watched import Watched, held_by
 from gradexporter.readback import Number, Pending, closed_on, pack
 
@@ -102,7 +102,6 @@ class Capture:
         self._in_training_forward = False
         self._trained_in = {True: False, False: False}
         self._trains_in_eval = False
-        self._rank = 0
         self._activation_seconds = 0.0
         self._full_activations = cadence.full("activation", self._next)
         self._survey(model)
@@ -118,9 +117,7 @@ class Capture:
             Watched(index, optimizer, self.layers, leftovers if index == 0 else frozenset())
             for index, optimizer in enumerate(self._optimizers)
         ]
-        self._order = [-1.0] * len(self.layers)  # lists: setting one number is faster than in an array
-        self._dtypes = [torch.float32] * len(self.layers)
-        self._accumulators: dict[torch.device, stats.host.Accumulator | stats.device.Accumulator] = {}
+        self._outputs = Outputs(len(self.layers))
 
     @property
     def last_step(self) -> int | None:
@@ -162,7 +159,7 @@ class Capture:
         """Lets go of model and optimizers, so that a closed monitor keeps no parameter alive."""
         self._model = None
         self._optimizers, self._watched, self._closed = [], [], None
-        self.layers, self._accumulators = [], {}
+        self.layers, self._outputs = [], Outputs(0)
 
     def _hold(self, handle: Any) -> None:
         self._handles.append(handle)
@@ -214,7 +211,7 @@ class Capture:
             return
         if torch._C._current_graph_task_id() != -1:
             # Inside a backward a checkpointed forward is computed again: measured then if it was not before.
-            if self._order[layer] >= 0 or not torch.is_grad_enabled():
+            if self._outputs.seen(layer) or not torch.is_grad_enabled():
                 return
         elif not self._measures():
             return
@@ -231,25 +228,7 @@ class Capture:
     def _measure_output(self, layer: int, output: Any) -> None:
         if self._closed is not None:
             self.seal()
-        if type(output) is Tensor and output.dtype in stats.ORDINARY_DTYPES and output.device.type != "meta":
-            self._add_output(layer, output.detach())  # nearly always
-        else:
-            for tensor in floating(output):
-                self._add_output(layer, stats.plain(tensor))
-        self._order[layer] = self._rank
-        self._rank += 1
-
-    def _add_output(self, layer: int, tensor: Tensor) -> None:
-        if not tensor.numel():
-            return
-        accumulator = self._accumulators.get(tensor.device)
-        if accumulator is None:
-            on_host = tensor.device.type == "cpu"
-            size = len(self.layers)
-            accumulator = stats.host.Accumulator(size) if on_host else stats.device.Accumulator(size, tensor.device)
-            self._accumulators[tensor.device] = accumulator
-        self._dtypes[layer] = tensor.dtype
-        accumulator.add(layer, tensor, full=self._full_activations)
+        self._outputs.add(layer, output, full=self._full_activations)
 
     # -- backward -------------------------------------------------------------------------------
 
@@ -270,18 +249,9 @@ class Capture:
         if watched.backwards < watched.expected_backwards:
             watched.block = None
             return
-        self._measure_gradients(watched)
+        watched.measure_gradients()
         watched.scaled = True
         self.signals["gradient"] = True
-
-    def _measure_gradients(self, watched: Watched) -> None:
-        gradients = [parameter.grad for parameter in watched.parameters]
-        present = [gradient for gradient in gradients if gradient is not None]
-        if len(present) == len(gradients):
-            watched.positions = watched.everything
-        else:
-            watched.positions = tuple(at for at, gradient in enumerate(gradients) if gradient is not None)
-        watched.block = stats.measure(present, watched.layout(watched.positions)) if present else None
 
     # -- update ---------------------------------------------------------------------------------
 
@@ -311,22 +281,15 @@ class Capture:
             watched = self._watched[watched.index]
         watched.stepping = True
         if watched.block is None and not closure:
-            self._measure_gradients(watched)
+            watched.measure_gradients()
             watched.scaled = getattr(optimizer, "grad_scale", None) is not None
             self.signals["pre_clip"] = False
         else:
             if not closure:  # its backward is still to come
-                self._read_again(watched)
+                watched.read_again()
             self.signals["pre_clip"] = True
         watched.found_inf = getattr(optimizer, "found_inf", None)
         watched.rates = _rates(optimizer)
-
-    def _read_again(self, watched: Watched) -> None:
-        still_scaled = getattr(watched.optimizer, "grad_scale", None) is not None
-        gradient = watched.parameters[watched.reference].grad if watched.reference in watched.positions else None
-        if gradient is not None and not still_scaled:
-            block = stats.measure([gradient])
-            watched.clip = block[0, 0]
 
     @fenced
     def step_ended(self, watched: Watched) -> None:
@@ -375,9 +338,10 @@ class Capture:
         with self.fence.guarding("hooks"):  # one by one: a step without its state is still a step
             self._close_numbers(watched, pending)
         with self.fence.guarding("hooks"):
-            self._close_activations(watched, pending)
+            self.signals["activation"] = self._outputs.close(watched.plan.indexes, pending)
         with self.fence.guarding("hooks"):
-            state_seconds = self._close_state(watched, pending, applied)
+            if self._cadence.full("state", pending.step) and watched.parameters:
+                state_seconds = self._close_state(watched, pending)
         self._cadence.spent(
             None if started is None else now - started,
             state=state_seconds,
@@ -399,38 +363,12 @@ class Capture:
             if ranges:
                 pending.numbers[f"{name}_max_abs"], pending.numbers[f"{name}_nonfinite"] = stats.extremes(ranges)
 
-    def _close_activations(self, watched: Watched, pending: Pending) -> None:
-        pending.order = np.array([self._order[index] for index in watched.plan.indexes])
-        pending.dtype_max = np.array([_largest(self._dtypes[index]) for index in watched.plan.indexes])
-        for place, accumulator in self._accumulators.items():
-            pending.blocks[f"activations {place}"] = accumulator.take(watched.plan.indexes)
-        self.signals["activation"] = bool((pending.order >= 0).any())
-        for index in watched.plan.indexes:
-            self._order[index] = -1.0
-        self._rank = 0
-
-    def _close_state(self, watched: Watched, pending: Pending, applied: bool) -> float | None:
-        if not self._cadence.full("state", pending.step) or not watched.parameters:
-            return None
+    def _close_state(self, watched: Watched, pending: Pending) -> float:
         began = time.perf_counter()
-        pending.blocks["parameters"] = stats.measure(watched.parameters, watched.layout(watched.everything))
-        moments = dict(
-            zip(("momentum", "second_moment"), stats.state_lists(watched.optimizer, watched.parameters), strict=True)
-        )
-        there = {name: [(at, m) for at, m in enumerate(listed) if m is not None] for name, listed in moments.items()}
-        pending.moments = {name: tuple(at for at, _ in pairs) for name, pairs in there.items() if pairs}
-        for name in pending.moments:
-            listed = [moment for _, moment in there[name]]
-            pending.blocks[name] = stats.measure(listed, watched.layout(pending.moments[name]), norms=False)
-        if applied:
-            self._close_updates(watched, pending)
+        watched.close_state(pending)
+        if pending.applied:
+            self.signals["update_ratio"] = watched.close_updates(pending)
         return time.perf_counter() - began
-
-    def _close_updates(self, watched: Watched, pending: Pending) -> None:
-        rebuilt = stats.update_norms(watched.optimizer, watched.parameters)
-        self.signals["update_ratio"] = rebuilt is not None
-        if rebuilt is not None:
-            pending.updates, pending.blocks["updates"] = rebuilt
 
     # -- observing and sealing --------------------------------------------------------------------
 
@@ -489,11 +427,6 @@ def _after(
     live = capture()
     if live is not None and live.alive:
         live.step_ended(live._watched[index])
-
-
-@functools.cache
-def _largest(dtype: torch.dtype) -> float:
-    return torch.finfo(dtype).max
 
 
 def _rates(optimizer: Optimizer) -> list[Number]:

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from gradexporter import stats
 from gradexporter.hooks.layers import Layer
-from gradexporter.readback import Number, Plan
+from gradexporter.readback import Number, Pending, Plan
 
 
 def held_by(optimizer: Optimizer) -> list[int]:
@@ -76,3 +76,39 @@ class Watched:
             layout = stats.host.Layout([self.parameters[at].shape for at in positions])
             self._layouts[positions] = layout
         return layout
+
+    def measure_gradients(self) -> None:
+        """Takes the gradients as they are now."""
+        gradients = [parameter.grad for parameter in self.parameters]
+        present = [gradient for gradient in gradients if gradient is not None]
+        if len(present) == len(gradients):
+            self.positions = self.everything
+        else:
+            self.positions = tuple(at for at, gradient in enumerate(gradients) if gradient is not None)
+        self.block = stats.measure(present, self.layout(self.positions)) if present else None
+
+    def read_again(self) -> None:
+        """Takes one gradient as the update will use it, from which the clip factor follows."""
+        still_scaled = getattr(self.optimizer, "grad_scale", None) is not None
+        gradient = self.parameters[self.reference].grad if self.reference in self.positions else None
+        if gradient is not None and not still_scaled:
+            self.clip = stats.measure([gradient])[0, 0]
+
+    def close_state(self, pending: Pending) -> None:
+        """Takes parameters and optimizer state after the update into a closing step."""
+        pending.blocks["parameters"] = stats.measure(self.parameters, self.layout(self.everything))
+        moments = dict(
+            zip(("momentum", "second_moment"), stats.state_lists(self.optimizer, self.parameters), strict=True)
+        )
+        there = {name: [(at, m) for at, m in enumerate(listed) if m is not None] for name, listed in moments.items()}
+        pending.moments = {name: tuple(at for at, _ in pairs) for name, pairs in there.items() if pairs}
+        for name in pending.moments:
+            listed = [moment for _, moment in there[name]]
+            pending.blocks[name] = stats.measure(listed, self.layout(pending.moments[name]), norms=False)
+
+    def close_updates(self, pending: Pending) -> bool:
+        """Rebuilds the size of the update from the state; False for an optimizer that does not tell."""
+        rebuilt = stats.update_norms(self.optimizer, self.parameters)
+        if rebuilt is not None:
+            pending.updates, pending.blocks["updates"] = rebuilt
+        return rebuilt is not None

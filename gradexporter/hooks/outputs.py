@@ -1,0 +1,67 @@
+"""Outputs of the layers in the step being built."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gradexporter import stats
+from gradexporter.hooks.batch import floating
+from gradexporter.readback import Pending
+
+
+class Outputs:
+    """What the layers returned since the last step closed, as sums; keeps no tensor of the user."""
+
+    def __init__(self, layers: int) -> None:
+        self._order = [-1.0] * layers  # lists: setting one number is faster than in an array
+        self._dtypes = [torch.float32] * layers
+        self._accumulators: dict[torch.device, stats.host.Accumulator | stats.device.Accumulator] = {}
+        self._rank = 0
+
+    def seen(self, layer: int) -> bool:
+        """Whether the layer has returned something in this step."""
+        return self._order[layer] >= 0
+
+    def add(self, layer: int, output: Any, *, full: bool) -> None:
+        """Measures what a layer returned; a plain sentinel when not ``full``."""
+        if type(output) is Tensor and output.dtype in stats.ORDINARY_DTYPES and output.device.type != "meta":
+            self._add(layer, output.detach(), full)  # nearly always
+        else:
+            for tensor in floating(output):
+                self._add(layer, stats.plain(tensor), full)
+        self._order[layer] = self._rank
+        self._rank += 1
+
+    def _add(self, layer: int, tensor: Tensor, full: bool) -> None:
+        if not tensor.numel():
+            return
+        accumulator = self._accumulators.get(tensor.device)
+        if accumulator is None:
+            on_host = tensor.device.type == "cpu"
+            size = len(self._order)
+            accumulator = stats.host.Accumulator(size) if on_host else stats.device.Accumulator(size, tensor.device)
+            self._accumulators[tensor.device] = accumulator
+        self._dtypes[layer] = tensor.dtype
+        accumulator.add(layer, tensor, full=full)
+
+    def close(self, layers: Sequence[int], pending: Pending) -> bool:
+        """Moves the sums of these layers into a closing step; whether any of them ran."""
+        pending.order = np.array([self._order[layer] for layer in layers])
+        pending.dtype_max = np.array([_largest(self._dtypes[layer]) for layer in layers])
+        for place, accumulator in self._accumulators.items():
+            pending.blocks[f"activations {place}"] = accumulator.take(layers)
+        for layer in layers:
+            self._order[layer] = -1.0
+        self._rank = 0
+        return bool((pending.order >= 0).any())
+
+
+@functools.cache
+def _largest(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).max
