@@ -10,7 +10,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 TOOLS := .tools
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bundle figures tools clean
+.PHONY: help demo test test-slow lint bundle figures tools clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -18,8 +18,11 @@ help: ## list the targets
 demo: $(VENV)/.demo ## watch a training run die: ARGS="--seed 6 --hold 60" and so on
 	@$(BIN)/gradexporter demo $(ARGS)
 
-test: $(VENV)/.dev tools ## all tests
+test: $(VENV)/.dev tools ## all tests but the slow ones
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
+
+test-slow: $(VENV)/.dev tools ## the slow tests alone
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow $(ARGS)
 
 lint: $(VENV)/.dev ## ruff, mypy, import contracts, generated files up to date
 	$(BIN)/ruff check

@@ -6,6 +6,7 @@ Without them a test skips and says why; under CI their absence is a failure.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +20,16 @@ TOOLS = ROOT / ".tools"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update", action="store_true", help="rewrite the golden files instead of comparing with them")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves slow tests out unless ``-m`` speaks of them, so that any other ``-m`` does not bring them in."""
+    if re.search(r"\bslow\b", config.option.markexpr):
+        return
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    if slow:
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if not item.get_closest_marker("slow")]
 
 
 def missing(what: str) -> None:
