@@ -114,3 +114,21 @@ def watch() -> Iterator[Callable[..., Any]]:
         snapshot = monitor.snapshot
         monitor.close()
         assert snapshot is None or not any(snapshot.itself.failures.values()), snapshot.itself.failures
+
+
+@pytest.fixture(scope="session")
+def two_ranks() -> Iterator[Any]:
+    """Two processes of one gloo group, for ``two_ranks.run(function)``; see tests/distributed/harness.py."""
+    yield from _ranks(2)
+
+
+@pytest.fixture(scope="session")
+def four_ranks() -> Iterator[Any]:
+    """Four processes of one gloo group."""
+    yield from _ranks(4)
+
+
+def _ranks(size: int) -> Iterator[Any]:
+    from tests.distributed.harness import started
+
+    yield from started(size)
