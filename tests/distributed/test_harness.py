@@ -62,8 +62,8 @@ def test_processes_are_used_again(two_ranks: Ranks) -> None:
 
 
 def test_a_check_may_make_its_own_group(two_ranks: Ranks) -> None:
-    assert [(False, 0, 2), (False, 1, 2)] == two_ranks.run(own_group, grouped=False)
-    assert [1.0, 1.0] == [result for result, _ in two_ranks.run(total, 0.0)]
+    assert two_ranks.run(own_group, grouped=False) == [(False, 0, 2), (False, 1, 2)]
+    assert [result for result, _ in two_ranks.run(total, 0.0)] == [1.0, 1.0]
 
 
 @pytest.fixture(scope="module")
@@ -92,4 +92,4 @@ def test_a_rank_that_fails_is_a_failed_test_and_the_next_check_runs(
         fragile.run(check, timeout=timeout)
 
     assert not any(Path(f"/proc/{process}").exists() for process in before)
-    assert [1.0, 1.0] == [result for result, _ in fragile.run(total, 0.0)]
+    assert [result for result, _ in fragile.run(total, 0.0)] == [1.0, 1.0]
