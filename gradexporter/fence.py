@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import CodeType
 
-PARTS = ("hooks", "observe", "readback", "judge", "publish", "endpoint", "close")
+PARTS = ("hooks", "observe", "readback", "judge", "publish", "endpoint", "resume", "close")
 """Where a fault of ours can happen; each has its series from the start."""
 
 _log = logging.getLogger("gradexporter")
@@ -36,10 +36,7 @@ class Fence:
         """
         if isinstance(error, BaseException) and _from_signal_handler(error):
             raise error
-        with self._lock:
-            self._failures[part] = self._failures.get(part, 0) + 1
-            first = self._failures[part] == 1
-        if first:
+        if self.count(part) == 1:
             trace = error if isinstance(error, BaseException) else None
             _log.warning(
                 "gradexporter: %s failed and goes on being counted; training is not affected: %s",
@@ -47,6 +44,12 @@ class Fence:
                 error if trace is None else repr(error),
                 exc_info=trace,
             )
+
+    def count(self, part: str) -> int:
+        """Counts a fault that was logged already; how many there were."""
+        with self._lock:
+            self._failures[part] = self._failures.get(part, 0) + 1
+            return self._failures[part]
 
     @contextmanager
     def guarding(self, part: str) -> Iterator[None]:

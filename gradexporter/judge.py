@@ -109,7 +109,8 @@ class _Track:
         self._detector.load_state_dict(state["detector"])
         self._last_healthy = state["last_healthy_step"]
         # A run that was in trouble when it was saved may well be so again.
-        self._detector.resumed = state["state"] == State.HEALTHY.value
+        if State(state["state"]) is State.HEALTHY:
+            self._detector.expect_trouble(self._config.resume_steps)
 
 
 def _spike_ratio(step: Step) -> float | None:

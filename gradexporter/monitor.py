@@ -7,8 +7,9 @@ import logging
 import os
 import sys
 import threading
+import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, TypeVar
@@ -25,7 +26,9 @@ from gradexporter.fence import Fence
 from gradexporter.hooks import Capture
 from gradexporter.hooks.batch import valueless
 from gradexporter.hooks.cadence import Cadence
+from gradexporter.judge import Judge
 from gradexporter.records import Finding, Snapshot, State, StepReport
+from gradexporter.resume import Past, ResumeError
 from gradexporter.sinks.prometheus import Endpoint, EndpointError
 from gradexporter.worker import Worker
 
@@ -149,6 +152,7 @@ class _Parts:
     ) -> None:
         self.config = config
         self.fence = fence
+        self.cadence = cadence
         self.worker = worker
         self.capture = capture
         self.endpoint = endpoint
@@ -184,6 +188,7 @@ class Monitor:
         """Inert without ``parts``."""
         self._parts = parts
         self._closed = parts is None
+        self._final: dict[str, Any] = {}
         self._closing = threading.Lock()
         if parts is None:
             return
@@ -252,6 +257,59 @@ class Monitor:
                 step = self._parts.capture.last_step
             if step is not None:
                 self._parts.worker.tell("checkpoint", int(step))
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a restart needs to be judged without a warm-up, to be saved in the checkpoint beside the model.
+
+        Plain Python: baselines, the number of the last step, checkpoints. Waits until every closed step is judged.
+        Empty when inert, or when that takes longer than ``FLUSH_SECONDS``, which is counted.
+        """
+        if self._parts is None or self._closed:
+            return self._final
+        with self._parts.fence.guarding("resume"):
+            self._parts.capture.seal()
+            return self._state(self._parts)
+        return {}
+
+    def _state(self, parts: _Parts) -> dict[str, Any]:
+        signatures, step, rhythm = parts.capture.signatures(), parts.capture.next_step - 1, parts.cadence.state_dict()
+
+        def state(judges: tuple[Judge, ...], checkpoints: tuple[int, ...]) -> dict[str, Any]:
+            past = Past(step=step, timestamp=time.time(), judges=judges, checkpoints=checkpoints, **rhythm)
+            return past.state_dict(signatures)
+
+        answer = parts.worker.ask(state, FLUSH_SECONDS)
+        if answer is None:
+            parts.fence.record("resume", f"steps were not judged within {FLUSH_SECONDS:.0f} s: no state is saved")
+        return answer or {}
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> bool:
+        """Continues the run that ``state_dict`` was called on, its count of steps included; best before the first step.
+
+        False for a state that cannot be continued from: None, one of another version, of another model or of other
+        optimizers. It is logged why, and the run warms up as a new one does. A ``start_step`` above 1 that
+        ``watch`` was given wins over the saved count.
+        """
+        if self._parts is None or self._closed:
+            return False
+        parts = self._parts
+        with parts.fence.guarding("resume"):
+            try:
+                past = Past.from_state_dict(state, parts.capture.signatures(), parts.config.judge)
+            except ResumeError as error:
+                _log.warning("gradexporter: nothing is continued, baselines are learned anew: %s", error)
+                if state:  # nothing saved is no fault
+                    parts.fence.count("resume")
+                return False
+            parts.capture.seal()
+            started = parts.capture.last_step is not None
+            step = past.step + 1 if started or parts.config.start_step == 1 else parts.config.start_step
+            parts.worker.resume(past)
+            parts.cadence.resume(past.first, past.armed_until, step)
+            parts.capture.resume(step)
+            _log.info("gradexporter: continues at step %d with saved baselines", step)
+            return True
+        return False
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -333,6 +391,8 @@ class Monitor:
         with parts.fence.guarding("close"):
             parts.worker.tell("end", reason)
             parts.worker.stop(CLOSE_SECONDS)
+            if parts.worker.is_done:
+                self._final = self._state(parts)  # for a loop that saves after it has closed us
         with parts.fence.guarding("close"):
             if parts.endpoint is not None:
                 try:

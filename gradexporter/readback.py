@@ -139,6 +139,8 @@ def _report(pending: Pending, norms_before: Values | None) -> StepReport:
     for name in ("input", "target"):
         if f"{name}_max_abs" in numbers:
             fields[f"{name}_max_abs"] = numbers[f"{name}_max_abs"]
+    if "state_before" in numbers:
+        fields["optimizer_state_before"] = numbers["state_before"]
     if numbers.get("input_nonfinite"):
         nonfinite["input"] = numbers["input_nonfinite"]
     losses = [_number(loss) for loss in pending.losses]

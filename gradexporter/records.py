@@ -289,6 +289,9 @@ class StepReport:
     optimizer: int = 0
     """Which of the watched optimizers made the update, from 0."""
     group_learning_rates: tuple[float, ...] = ()
+    optimizer_state_before: float | None = None
+    """Largest value that the optimizer brought into the first update of a continued run, 0 where it began with
+    nothing; None in every other step, and where it keeps no state."""
     step_seconds: float | None = None
     """Seconds since the step before closed."""
     timestamp: float | None = None
@@ -324,6 +327,16 @@ class Identity:
     """Free routing labels of the user (``team``, ...)."""
     model: str = ""
     optimizer: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Signature:
+    """What must be the same for the baselines of one optimizer to mean anything."""
+
+    kind: str
+    """Class of the optimizer."""
+    layers: Mapping[str, int]
+    """Elements of the parameters that it updates, by layer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -149,6 +149,22 @@ class Tally:
         )
         return self._snapshot
 
+    @property
+    def checkpoints(self) -> tuple[int, ...]:
+        """Steps whose checkpoints were written, oldest first."""
+        return tuple(self._checkpoints)
+
+    def resume(self, checkpoints: Iterable[int], step: int, timestamp: float) -> Snapshot:
+        """The snapshot of a run that goes on from a checkpoint of ``step``, written at ``timestamp``."""
+        self._checkpoints = sorted({*(one for one in checkpoints if one <= step), step})[-MOST_CHECKPOINTS:]
+        self._snapshot = dataclasses.replace(
+            self._snapshot,
+            last_checkpoint_step=step,
+            last_checkpoint_timestamp=timestamp,
+            last_clean_checkpoint_step=self._clean(self._snapshot.reports),
+        )
+        return self._snapshot
+
     def end(self, reason: str, itself: SelfStats) -> Snapshot:
         """The final snapshot."""
         self._snapshot = dataclasses.replace(self._snapshot, ended=reason, itself=itself)

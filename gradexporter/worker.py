@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from gradexporter.config import Config
 from gradexporter.fence import Fence
@@ -19,6 +19,7 @@ from gradexporter.hooks.cadence import Cadence
 from gradexporter.judge import Judge
 from gradexporter.readback import Pending, Reader
 from gradexporter.records import Finding, FindingKind, Identity, SelfStats, Severity, Snapshot, State, StepReport
+from gradexporter.resume import Past
 from gradexporter.tally import Tally
 
 MOST_PENDING = 1024
@@ -29,6 +30,8 @@ MOST_FINDINGS = 1000
 
 SAY_AGAIN_STEPS = 16
 """A critical finding is logged when there was none of its kind for so many steps."""
+
+Answer = TypeVar("Answer")
 
 _log = logging.getLogger("gradexporter")
 
@@ -78,11 +81,41 @@ class Worker:
         self._queue.put(("reached", reached))
         return reached.wait(timeout)
 
+    def ask(self, question: Callable[[tuple[Judge, ...], tuple[int, ...]], Answer], timeout: float) -> Answer | None:
+        """What ``question`` makes of judges and checkpoints once everything queued is judged, between two steps.
+
+        None if that takes longer than ``timeout`` seconds, or if it raises, which is counted.
+        """
+        answers: list[Answer] = []
+        answered = threading.Event()
+
+        def answer() -> None:
+            try:
+                answers.append(question(tuple(self._judges), self._tally.checkpoints))
+            finally:
+                answered.set()
+
+        if self._thread.is_alive():
+            self._queue.put(("ask", answer))
+            answered.wait(timeout)
+        else:
+            answer()
+        return answers[0] if answers else None
+
+    def resume(self, past: Past) -> None:
+        """Judges the steps from now on as those of a run that goes on."""
+        self._queue.put(("resume", past))
+
     def stop(self, timeout: float) -> None:
         """Ends the thread after what is queued, or after ``timeout`` seconds."""
         self._queue.put(("stop", None))
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(timeout)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the thread has ended, or was never started."""
+        return not self._thread.is_alive()
 
     def _drop_oldest(self) -> None:
         try:
@@ -123,8 +156,18 @@ class Worker:
             self.snapshot = self._tally.phase(value)
         elif what == "checkpoint":
             self.snapshot = self._tally.checkpoint(value)
+        elif what == "ask":
+            value()
+        elif what == "resume":
+            self._resume(value)
         elif what == "end":
             self.snapshot = self._tally.end(value, self._itself())
+
+    def _resume(self, past: Past) -> None:
+        self._judges = list(past.judges)
+        self._said = {}
+        if past.step:
+            self.snapshot = self._tally.resume(past.checkpoints, past.step, past.timestamp)
 
     def _step(self, pending: Pending) -> None:
         try:

@@ -58,6 +58,12 @@ LOOPS: dict[str, Loop] = {
     "interrupted": Loop(
         "a backward that raises midway, `zero_grad` without a step, double backward", "the next step, once"
     ),
+    "resume": Loop(
+        "save and load: `monitor.state_dict()` in the checkpoint",
+        "no warm-up and no alarm after a good restart; lost optimizer state and a higher learning rate are "
+        "`resume_mismatch`",
+        "state that an optimizer keeps elsewhere than in `optimizer.state` is lost unseen",
+    ),
     "copies": Loop("copies, pickles and forks of a watched model", "nothing of ours travels or hangs"),
 }
 

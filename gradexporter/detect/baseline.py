@@ -223,6 +223,8 @@ class Baselines:
         self._allocate(tuple(state["layers"]))
         index = {self._key(index): index for index in range(len(self._mean))}
         for key, (mean, top, last_step) in state["series"].items():
+            if not (math.isfinite(mean) and math.isfinite(top)):
+                raise ValueError(f"a baseline must be finite, {key} is not")
             at = index[key]
             self._mean[at], self._top[at], self._last_step[at] = mean, top, last_step
             self._last[at] = mean

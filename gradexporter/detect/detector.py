@@ -57,9 +57,10 @@ class Detector:
         self._config = config
         self.baselines = Baselines(config)
         self.progress = Progress(config.tau_steps)
-        self.resumed = False
-        """The run was healthy when it was saved and is continued here."""
         self._number = 0
+        self._resumed_until = 0.0
+        self._rates = LearningRateJump(config)
+        self._stalls = StalledUpdates(config)
         self._last_loud = NEVER
         self._last_grave = self._grave_since = NEVER
         self._forecasts: dict[str, Forecast] = {}
@@ -72,7 +73,7 @@ class Detector:
         self._causes: tuple[Rule, ...] = (
             InputNonfinite(config),
             InputOutOfRange(config),
-            LearningRateJump(config),
+            self._rates,
             ScaleCollapse(config),
         )
         self._quiet: tuple[Rule, ...] = (
@@ -82,7 +83,7 @@ class Detector:
             Jump(config, FindingKind.UPDATE_JUMP, "update_ratio"),
             OptimizerStateLost(config),
             LossSpike(config),
-            StalledUpdates(config),
+            self._stalls,
             DeadLayer(config),
             VanishingGradient(config),
             Oscillation(config),
@@ -91,6 +92,8 @@ class Detector:
     def __call__(self, report: StepReport) -> Detection:
         """The findings of one step."""
         self._number += 1
+        if report.optimizer_state_before == 0:
+            self.expect_trouble(self._config.tau_steps)
         self.baselines.observe(report, learn=not self._is_lost())
         self.progress.observe(report.loss, report.step)
         step = Step(
@@ -100,7 +103,7 @@ class Detector:
             headrooms=headrooms(report),
             progress=self.progress,
             nonfinite=nonfinite_quantities(report),
-            resumed=self.resumed and self._number <= self._config.resume_steps,
+            resumed=self._number <= self._resumed_until,
         )
         self._apply(self._loud, step)
         state = self._state(step.findings)
@@ -114,6 +117,10 @@ class Detector:
             self._last_grave = self._number
         step.quiet = self._number - self._last_loud >= self._config.tau_steps
         self._apply(self._causes, step)
+        if any(
+            one.kind is FindingKind.LEARNING_RATE_JUMP and one.severity is not Severity.INFO for one in step.findings
+        ):
+            self.expect_trouble(self._config.tau_steps)
         if state is not State.NONFINITE:
             self._apply(self._quiet, step)
         forecasts = [
@@ -128,6 +135,10 @@ class Detector:
             first_nonfinite=first_nonfinite(report, step.nonfinite) if state is State.NONFINITE else None,
             steps_to_overflow=min(forecasts, default=None),
         )
+
+    def expect_trouble(self, steps: float) -> None:
+        """What is odd in the next steps is the restart's doing: few after a healthy run, more after a mistake."""
+        self._resumed_until = self._number + steps
 
     def _is_lost(self) -> bool:
         """A cascade is under way, so that its steps tell nothing of what is usual.
@@ -155,9 +166,16 @@ class Detector:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain Python: baselines and what the run started from; counters of the last few steps are left out."""
-        return {"baselines": self.baselines.state_dict(), "progress": self.progress.state_dict()}
+        return {
+            "baselines": self.baselines.state_dict(),
+            "progress": self.progress.state_dict(),
+            "learning_rate": self._rates.state_dict(),
+            "schedule": self._stalls.state_dict(),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues a saved run."""
         self.baselines.load_state_dict(state["baselines"])
         self.progress.load_state_dict(state["progress"])
+        self._rates.load_state_dict(state["learning_rate"])
+        self._stalls.load_state_dict(state["schedule"])

@@ -6,6 +6,7 @@ Each rule looks at one step and keeps a few numbers between steps, or a few a la
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 
@@ -86,6 +87,15 @@ class StalledUpdates:
         self._is_cut = rate < self._last_rate * cut or (self._is_cut and rate < self._largest_rate * cut)
         self._largest_rate = max(self._largest_rate, rate)
         self._last_rate = rate
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the schedule has done so far: at its end, updates are small without a stall."""
+        return {"largest": self._largest_rate, "last": self._last_rate, "is_cut": self._is_cut}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues within the schedule of the run that was saved."""
+        self._largest_rate, self._last_rate = float(state["largest"]), float(state["last"])
+        self._is_cut = bool(state["is_cut"])
 
     def _is_still(self, step: Step, update: float) -> bool:
         config, rate = self._config, step.report.learning_rate

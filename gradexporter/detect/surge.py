@@ -236,12 +236,16 @@ class Jump:
 
 
 class OptimizerStateLost:
-    """A second moment that starts from next to nothing in a run that is continued: it was not restored."""
+    """An optimizer that starts from nothing, or a second moment from next to nothing, in a run that is continued."""
 
     def __init__(self, config: JudgeConfig) -> None:
         self._config = config
 
     def __call__(self, step: Step) -> Finding | None:
+        if step.report.optimizer_state_before == 0:
+            usual = step.baselines.usual("momentum_max_abs")
+            kind = FindingKind.OPTIMIZER_STATE_JUMP
+            return step.finding(kind, Quantity.OPTIMIZER_STATE, value=0.0, baseline=usual)
         lost = step.resumed and step.baselines.rise("second_moment_max_abs") < -self._config.jump_decades
         return step.found(FindingKind.OPTIMIZER_STATE_JUMP, "second_moment_max_abs") if lost else None
 

@@ -29,6 +29,7 @@ _SHAPES = {
     FindingKind.OPTIMIZER_STATE_JUMP: Shape.SPIKE_CASCADE,
     FindingKind.UPDATE_JUMP: Shape.SPIKE_CASCADE,
     FindingKind.LOSS_SPIKE: Shape.BAD_BATCH,
+    FindingKind.LEARNING_RATE_JUMP: Shape.RESUME_MISMATCH,
     FindingKind.SCALE_COLLAPSE: Shape.LOSS_SCALE_COLLAPSE,
     FindingKind.STALLED_UPDATES: Shape.STALLED_UPDATES,
     FindingKind.DEAD_LAYER: Shape.DEAD_OR_VANISHING,
@@ -44,6 +45,7 @@ _PASSING = (
     FindingKind.OPTIMIZER_STATE_JUMP,
     FindingKind.UPDATE_JUMP,
     FindingKind.LOSS_SPIKE,
+    FindingKind.LEARNING_RATE_JUMP,
 )
 """Of these, the ones that are a recovered spike once they are over."""
 

@@ -134,7 +134,8 @@ def finding_advice(finding: Finding, clean_step: int | None) -> tuple[str, ...]:
 RESUME_ADVICE = (
     "Compare with the run before the restart: optimizer state, learning rate schedule, loss scaler, random state and "
     "position in the data must be restored, not the weights alone.",
-    "Then continue from the same checkpoint once more; what was written since carries the mistake.",
+    "Then continue from the same checkpoint once more; what was written since carries the mistake. Where the "
+    "change was meant, nothing is to be done.",
 )
 
 SURVIVED_ADVICE = "It passed and the weights stayed finite: no restart is needed."

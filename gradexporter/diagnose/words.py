@@ -55,7 +55,7 @@ def incident_evidence(incident: Incident, trail: Trail, step: Step) -> tuple[str
         said += _followers(step)
     if incident.nonfinite is not None:
         said.append(_nonfinite_evidence(incident))
-    return tuple(said)
+    return tuple(dict.fromkeys(said))
 
 
 def _followers(step: Step) -> list[str]:
@@ -117,6 +117,8 @@ def finding_evidence(finding: Finding) -> str:
             return f"{at}gradient norm {value} in {layer}, the first, against {most} in the largest layer."
         case FindingKind.OSCILLATION:
             return f"{at}updates are large and the loss swings around {value} without falling."
+        case FindingKind.OPTIMIZER_STATE_JUMP if finding.value == 0:
+            return f"{at}the optimizer began from nothing though the run goes on: its state was not restored."
         case FindingKind.INPUT_NONFINITE:
             return f"{at}the input holds {value} elements that are not finite."
         case FindingKind.LEARNING_RATE_JUMP:

@@ -49,6 +49,15 @@ class Cadence:
         """Measure the next steps in full: something about ``step`` was odd."""
         self._armed_until = max(self._armed_until, step + ARMED_STEPS)
 
+    def state_dict(self) -> dict[str, int]:
+        """Where a continued run goes on; costs are left out, for it may have another machine."""
+        return {"first": self._first, "armed_until": self._armed_until}
+
+    def resume(self, first: int, armed_until: int, step: int) -> None:
+        """Goes on at ``step`` with the rhythm of the run before, in full for as long as a restart may go wrong."""
+        self._first, self._asked = first, step
+        self._armed_until = max(armed_until, step + ARMED_STEPS)
+
     def full(self, signal: str, step: int) -> bool:
         """Whether ``signal`` (activation, state) is measured in full in ``step``."""
         self._asked = step

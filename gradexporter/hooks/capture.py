@@ -28,8 +28,10 @@ from gradexporter.hooks.batch import MOST_PARTS, floating, valueless
 from gradexporter.hooks.cadence import Cadence
 from gradexporter.hooks.layers import find_layers
 from gradexporter.hooks.outputs import Outputs
+from gradexporter.hooks.restart import Restart
 from gradexporter.hooks.watched import Watched, held_by
 from gradexporter.readback import Number, Pending, closed_on, pack
+from gradexporter.records import Signature
 
 Method = TypeVar("Method", bound=Callable[..., None])
 
@@ -104,6 +106,8 @@ class Capture:
         self._trains_in_eval = False
         self._activation_seconds = 0.0
         self._full_activations = cadence.full("activation", self._next)
+        goes_on = config.start_step > 1
+        self._restarts = {index: Restart() for index in range(len(self._optimizers))} if goes_on else {}
         self._survey(model)
 
     def _survey(self, model: nn.Module) -> None:
@@ -123,6 +127,21 @@ class Capture:
     def last_step(self) -> int | None:
         """Number of the last closed step; None before the first."""
         return None if self._closed_before is None else self._next - 1
+
+    @property
+    def next_step(self) -> int:
+        """Number of the step that is being built."""
+        return self._next
+
+    def signatures(self) -> tuple[Signature, ...]:
+        """What must be the same, by optimizer, in a run that goes on with the baselines of this one."""
+        return tuple(watched.signature() for watched in self._watched)
+
+    def resume(self, step: int) -> None:
+        """The next step is number ``step`` of a run that goes on."""
+        self._next = step
+        self._restarts = {index: Restart() for index in range(len(self._optimizers))}
+        self._full_activations = self._cadence.full("activation", step)
 
     # -- attaching ------------------------------------------------------------------------------
 
@@ -280,6 +299,9 @@ class Capture:
             self._survey_again()
             watched = self._watched[watched.index]
         watched.stepping = True
+        if watched.index in self._restarts:
+            with self.fence.guarding("hooks"):
+                self._restarts[watched.index].update_begins(watched)
         if watched.block is None and not closure:
             watched.measure_gradients()
             watched.scaled = getattr(optimizer, "grad_scale", None) is not None
@@ -359,6 +381,10 @@ class Capture:
         if watched.clip is not None:
             pending.numbers["clip"] = watched.clip
             pending.reference = watched.positions.index(watched.reference)
+        if pending.applied and watched.index in self._restarts:
+            brought = self._restarts.pop(watched.index).brought(watched)
+            if brought is not None:
+                pending.numbers["state_before"] = brought
         for name, ranges in self._ranges.items():
             if ranges:
                 pending.numbers[f"{name}_max_abs"], pending.numbers[f"{name}_nonfinite"] = stats.extremes(ranges)

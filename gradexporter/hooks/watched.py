@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from gradexporter import stats
 from gradexporter.hooks.layers import Layer
 from gradexporter.readback import Number, Pending, Plan
+from gradexporter.records import Signature
 
 
 def held_by(optimizer: Optimizer) -> list[int]:
@@ -93,6 +94,13 @@ class Watched:
         gradient = self.parameters[self.reference].grad if self.reference in self.positions else None
         if gradient is not None and not still_scaled:
             self.clip = stats.measure([gradient])[0, 0]
+
+    def signature(self) -> Signature:
+        """What must be the same in a run that goes on with this one's baselines."""
+        elements = dict.fromkeys(self.plan.layers, 0)
+        for owner, parameter in zip(self.plan.owners.tolist(), self.parameters, strict=True):
+            elements[self.plan.layers[owner]] += parameter.numel()
+        return Signature(kind=type(self.optimizer).__name__, layers=elements)
 
     def close_state(self, pending: Pending) -> None:
         """Takes parameters and optimizer state after the update into a closing step."""
