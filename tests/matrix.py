@@ -37,6 +37,10 @@ LOOPS: dict[str, Loop] = {
         "one step an update, with the gradient of the update",
         "an update that comes after fewer backwards than the one before is measured after clipping; `pre_clip` is 0",
     ),
+    "ddp": Loop(
+        "`DistributedDataParallel`: static graph, unused parameters, bucket views, `no_sync`, `join`, compressing hooks",
+        "the gradient after its reduction, on every rank; the outputs of the rank's own batch",
+    ),
     "checkpointing": Loop("activation checkpointing, reentrant or not, selective", "each output once"),
     "optimizers": Loop(
         "several optimizers (GAN), groups and parameters added later, parameters outside the model",
