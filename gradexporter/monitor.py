@@ -69,7 +69,10 @@ def watch(
     fence = Fence()
     cadence = Cadence(config)
     own = identity.identify(config, type(model).__name__, ", ".join(type(one).__name__ for one in optimizers))
-    worker = Worker(own, config, fence, cadence, len(optimizers))
+    joined = identity.in_group(own, config)
+    worker = Worker(joined, config, fence, cadence, len(optimizers))
+    if joined is own:
+        worker.in_group = lambda alone: identity.in_group(alone, config)
     capture = Capture(
         model, optimizers, config, fence, cadence, worker.submit, lambda phase: worker.tell("phase", phase)
     )

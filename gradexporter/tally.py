@@ -132,6 +132,11 @@ class Tally:
         )
         return self._snapshot
 
+    def identify(self, identity: Identity) -> Snapshot:
+        """The snapshot under another identity."""
+        self._snapshot = dataclasses.replace(self._snapshot, identity=identity)
+        return self._snapshot
+
     def phase(self, phase: str) -> Snapshot:
         """The snapshot with the run in another phase: train, eval or checkpoint."""
         self._snapshot = dataclasses.replace(self._snapshot, phase=phase)

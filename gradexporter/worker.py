@@ -58,6 +58,8 @@ class Worker:
         """What the capture side knows of itself, as fields of SelfStats."""
         self.idle: Callable[[], None] = lambda: None
         """Called about once a second."""
+        self.in_group: Callable[[Identity], Identity] | None = None
+        """Gives another identity once there is a process group; asked until then, and not after the first step."""
         self._thread = threading.Thread(target=self._run, name="gradexporter-worker", daemon=True)
 
     def start(self) -> None:
@@ -147,6 +149,7 @@ class Worker:
             self._step(value)
         elif what == "idle":
             self.idle()
+            self._settle()
             self._refresh()
         elif what == "reached":
             if self._fence.failures != self.snapshot.itself.failures:
@@ -170,6 +173,8 @@ class Worker:
             self.snapshot = self._tally.resume(past.checkpoints, past.step, past.timestamp)
 
     def _step(self, pending: Pending) -> None:
+        self._settle()
+        self.in_group = None  # a run keeps the name that its first step went out under
         try:
             report = self._reader.report(pending)
         except Exception as error:
@@ -187,6 +192,17 @@ class Worker:
         self.report = judged
         self.snapshot = self._tally.add(judged, self._itself())
         self._say(judged)
+
+    def _settle(self) -> None:
+        """Takes rank and run id from a process group that was made after ``watch``."""
+        if self.in_group is None:
+            return
+        with self._fence.guarding("publish"):
+            own = self.snapshot.identity
+            settled = self.in_group(own)
+            if settled is not own:
+                self.in_group = None
+                self.snapshot = self._tally.identify(settled)
 
     def _say(self, report: StepReport) -> None:
         for finding in report.findings:

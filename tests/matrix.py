@@ -38,7 +38,7 @@ LOOPS: dict[str, Loop] = {
         "an update that comes after fewer backwards than the one before is measured after clipping; `pre_clip` is 0",
     ),
     "ddp": Loop(
-        "`DistributedDataParallel`: static graph, unused parameters, bucket views, `no_sync`, `join`, compressing hooks",
+        "`DistributedDataParallel`: static graph, unused parameters, `no_sync`, `join`, communication hooks",
         "the gradient after its reduction, on every rank; the outputs of the rank's own batch",
     ),
     "checkpointing": Loop("activation checkpointing, reentrant or not, selective", "each output once"),
