@@ -265,6 +265,13 @@ class Config:
     """Share of the step time that sampled statistics may take, beyond what runs at every step."""
     max_series: int = 2000
     """Series per rank; layers beyond it are grouped by block and the worst stay named."""
+    aligned_every: int = 100
+    """Steps between two values of the aligned series, which ranks compare and add: they are scraped at different
+    moments, and at this distance most moments see the same step on all. At least three scrape intervals' worth of
+    steps; the same on all ranks."""
+    layer_shares: bool = False
+    """Ranks that hold a share of the model name its layers, healthy or not. Off, only global rank 0 does: a
+    thousand ranks with three hundred layers are a million series."""
     hold_seconds: float | None = None
     """How long ``close()`` and exit keep serving the final state, so that a last scrape can see it. None: only
     when the run ends unhealthy while it is scraped, for two scrape intervals and at most 30 s."""
@@ -284,6 +291,8 @@ class Config:
             _check(getattr(self, name) != "", name, "", "give a name, or None to take it from the launcher")
         advice = "steps count from 1; give 1 for a new run, the last finished step plus one for a resumed one"
         _check(self.start_step >= 1, "start_step", self.start_step, advice)
+        advice = "give a whole number of steps; 100 is the default"
+        _check(self.aligned_every >= 1, "aligned_every", self.aligned_every, advice)
         for name in ("activation_every", "state_every"):
             every = getattr(self, name)
             _check(every is None or every >= 1, name, every, "give 1 for every step, or None to let the budget decide")
@@ -321,6 +330,7 @@ RESERVED_LABELS = frozenset(
         "attempt",
         "paging",
         "model",
+        "norms",
         "optimizer",
         "layer",
         "quantity",
@@ -426,6 +436,8 @@ _SCALARS: dict[str, tuple[type | tuple[type, ...], str, Callable[[str], Any] | N
     "state_every": ((int, type(None)), "a whole number of steps", _read_int),
     "overhead_budget": ((int, float), "a share such as 0.02", _read_float),
     "max_series": (int, "a whole number", _read_int),
+    "aligned_every": (int, "a whole number of steps", _read_int),
+    "layer_shares": (bool, "True or False", _read_bool),
     "hold_seconds": ((int, float, type(None)), "seconds", _read_float),
     "judge": (JudgeConfig, "a JudgeConfig", None),
     "alerts": (AlertConfig, "an AlertConfig", None),

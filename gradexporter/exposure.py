@@ -2,7 +2,7 @@
 
 Layers beyond the budget are folded into blocks, the worst by spike ratio stay named, and what is left
 out is counted. Away from global rank 0 a healthy rank names no layer at all: under data parallelism
-its values are those of rank 0.
+its values are those of rank 0, and of a model that is spread over ranks each has a share, named when asked for.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Exposure:
             dropped += (len(known.names) - count) * LAYER_FAMILIES
             named = _worst(layers, totals, _culprits(snapshot.reports), count)
             layers, totals = known.folded(layers, named), known.folded(totals, named)
-        if snapshot.identity.rank != 0 and snapshot.state in (None, State.WARMING_UP, State.HEALTHY):
+        if snapshot.identity.rank != 0 and not _names_layers(snapshot):
             layers = totals = LayerTable()
         return View(
             snapshot=snapshot,
@@ -91,6 +91,12 @@ class Exposure:
         if known.given != names or known.most != most:
             known = self._known = _Names(names, most)
         return known
+
+
+def _names_layers(snapshot: Snapshot) -> bool:
+    """Whether a rank above 0 names layers: while it is unhealthy, and a share that was asked for."""
+    calm = snapshot.state in (None, State.WARMING_UP, State.HEALTHY)
+    return not calm or (snapshot.itself.norms == "share" and snapshot.itself.layer_shares)
 
 
 class _Names:

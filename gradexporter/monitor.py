@@ -27,6 +27,7 @@ from gradexporter.hooks import Capture
 from gradexporter.hooks.batch import valueless
 from gradexporter.hooks.cadence import Cadence
 from gradexporter.judge import Judge
+from gradexporter.hooks.shares import optimized_by
 from gradexporter.records import Finding, Snapshot, State, StepReport
 from gradexporter.resume import Past, ResumeError
 from gradexporter.sinks.prometheus import Endpoint, EndpointError
@@ -100,7 +101,7 @@ def _checked(model: Any, optimizer: Any, scaler: Any) -> list[Optimizer]:
         )
     if len({id(one) for one in optimizers}) < len(optimizers):
         raise ConfigError("optimizer holds the same object twice: pass each optimizer once")
-    own = {id(parameter) for parameter in model.parameters()}
+    own = optimized_by(model)
     for one in optimizers:
         if not isinstance(one, Optimizer):
             raise ConfigError(
@@ -168,6 +169,8 @@ class _Parts:
                 "overhead_budget_exceeded": cadence.exceeded,
                 "capture_every_steps": cadence.every,
                 "watched_layers": len(live.layers) if live else 0,
+                "norms": live.norms if live else "global",
+                "layer_shares": config.layer_shares,
                 "signal_available": dict(live.signals) if live else {},
             }
 

@@ -43,6 +43,8 @@ class Pending:
     losses: list[Number] = field(default_factory=list)
     gradients: tuple[int, ...] = ()
     """Positions of the parameters that had a gradient."""
+    unknown: tuple[int, ...] = ()
+    """Positions of those whose gradient is not reduced over ranks yet."""
     moments: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     updates: tuple[int, ...] = ()
     rates: list[Number] = field(default_factory=list)
@@ -68,6 +70,13 @@ class Plan:
     """Their positions among all layers of the model."""
     owners: Indexes
     """For each parameter the position of its layer in ``layers``."""
+    copies: Values | None = None
+    """For each parameter the ranks that hold the same values: 1/copies of a square counts here, so that shares of
+    ranks can be added. None where this rank holds the whole model."""
+
+    def shared(self, norms: Values, positions: Sequence[int]) -> Values:
+        """The part of these norms that counts on this rank."""
+        return norms if self.copies is None else norms / np.sqrt(self.copies[list(positions)])
 
 
 def closed_on(pending: Pending) -> None:
@@ -215,16 +224,19 @@ def _fold_gradients(
     norms, largest, counts = _array(pending.blocks["gradients"])
     if scale:
         norms, largest = norms / scale, largest / scale
+    norms = pending.plan.shared(norms, pending.gradients)
     owners = pending.plan.owners[list(pending.gradients)]
     size = len(pending.plan.layers)
     seen = np.zeros(size, dtype=bool)
     seen[owners] = True
+    seen[pending.plan.owners[list(pending.unknown)]] = False
     squares = _added(owners, norms, size, squared=True)
     columns["gradient_norm"] = (squares, seen)
     columns["gradient_max_abs"] = (_largest(owners, largest, size), seen)
     columns["gradient_nonfinite"] = (_added(owners, counts, size), seen)
-    fields["gradient_norm"] = _hypot(norms)
-    fields["gradient_max_abs"] = float(np.max(largest))
+    if not pending.unknown:
+        fields["gradient_norm"] = _hypot(norms)
+        fields["gradient_max_abs"] = float(np.max(largest))
     nonfinite["gradient"] = float(counts.sum())
 
 
@@ -247,6 +259,7 @@ def _fold_state(
     owners, size = pending.plan.owners, len(pending.plan.layers)
     if "parameters" in pending.blocks:
         norms, largest, counts = _array(pending.blocks["parameters"])
+        norms = pending.plan.shared(norms, range(len(norms)))
         seen = np.zeros(size, dtype=bool)
         seen[owners] = True
         columns["parameter_norm"] = (_added(owners, norms, size, squared=True), seen)
@@ -272,7 +285,7 @@ def _fold_updates(
         return
     size = len(pending.plan.layers)
     moved = pending.plan.owners[list(pending.updates)]
-    updates = _array(pending.blocks["updates"])[0]
+    updates = pending.plan.shared(_array(pending.blocks["updates"])[0], pending.updates)
     norms = columns["parameter_norm"][0] if norms_before is None or len(norms_before) != size else norms_before
     there = np.zeros(size, dtype=bool)
     there[moved] = True

@@ -257,7 +257,8 @@ class StepReport:
 
     Every default means "not observed", never 0. The gradient is the one that the optimizer was about
     to use, before clipping, divided by the loss scale; momentum and parameters are taken after the
-    update. All values are this rank's share unless the framework had already reduced them.
+    update. All values are this rank's share unless the framework had already reduced them. Of parameters that
+    lie on several ranks a norm counts in shares, so that squares can be added over the ranks; a maximum is local.
     """
 
     step: int
@@ -349,6 +350,10 @@ class SelfStats:
     readback_lag_steps: int = 0
     reports_dropped: int = 0
     watched_layers: int = 0
+    norms: str = "global"
+    """What norms cover: ``global``, or the ``share`` of the model that lies on this rank."""
+    layer_shares: bool = False
+    """Whether a rank with a share names its layers even while it is healthy."""
     signal_available: Mapping[str, bool] = field(default_factory=dict)
     failures: Mapping[str, int] = field(default_factory=dict)
 
@@ -400,6 +405,10 @@ class Snapshot:
     gradient_norm_peak: float | None = None
     gradient_spike_ratio_peak: float | None = None
     gradient_norms: Histogram = field(default_factory=Histogram)
+    aligned_step: int | None = None
+    """Last step that ``aligned_every`` divides: ranks that show the same one can be compared and added."""
+    aligned_gradient_norm: float | None = None
+    """Gradient norm of that step."""
     last_checkpoint_step: int | None = None
     last_checkpoint_timestamp: float | None = None
     last_clean_checkpoint_step: int | None = None

@@ -73,9 +73,10 @@ _MAGNITUDES = {
 class Tally:
     """Adds up the reports of one run; used by one thread."""
 
-    def __init__(self, identity: Identity, clock: Callable[[], float]) -> None:
-        """``clock`` gives Unix seconds."""
+    def __init__(self, identity: Identity, clock: Callable[[], float], aligned_every: int = 100) -> None:
+        """``clock`` gives Unix seconds; ``aligned_every`` is that of Config."""
         self._clock = clock
+        self._aligned_every = aligned_every
         self._layers: dict[int, _Layers] = {}
         self._norm_peak = Peak()
         self._ratio_peak = Peak()
@@ -108,6 +109,9 @@ class Tally:
         layers.add(report.layers)
         self._observe(report.gradient_norm)
         applied = report.applied is not False
+        aligned = before.aligned_step, before.aligned_gradient_norm
+        if report.step % self._aligned_every == 0:
+            aligned = report.step, report.gradient_norm
         clipped = applied and report.clip_factor is not None and report.clip_factor < 1
         self._snapshot = dataclasses.replace(
             before,
@@ -127,6 +131,8 @@ class Tally:
             gradient_norms=Histogram(
                 bounds=NORM_BOUNDS, counts=tuple(itertools.accumulate(self._norm_counts)), sum=self._norm_sum
             ),
+            aligned_step=aligned[0],
+            aligned_gradient_norm=aligned[1],
             last_clean_checkpoint_step=self._clean(reports),
             itself=itself,
         )

@@ -44,7 +44,7 @@ class Worker:
         self._cadence = cadence
         self._judges = [Judge(config.judge) for _ in range(optimizers)]
         self._reader = Reader()
-        self._tally = Tally(identity, time.time)
+        self._tally = Tally(identity, time.time, config.aligned_every)
         # A queue in C: an interrupt of the trainer thread, or a fork, never finds its lock half taken.
         self._queue: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self._dropped = 0

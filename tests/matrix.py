@@ -58,6 +58,17 @@ LOOPS: dict[str, Loop] = {
     ),
     "dtypes": Loop("bf16 and fp16", "widened before squaring; headroom against the right maximum"),
     "overflow": Loop("finite elements whose norm overflows float32", "the finite norm"),
+    "fsdp": Loop(
+        "FSDP2 `fully_shard`, FSDP1 (views or flat parameters), HSDP",
+        "this rank's share; squares over ranks add up to the norm of one process; layers of the bare model",
+        "a layer with an empty shard on this rank; a share on a rank above 0 unless `layer_shares`",
+    ),
+    "tensor": Loop(
+        "tensor parallelism, alone and with FSDP2",
+        "the same; what is replicated counts once",
+        "gradients that are not reduced when the update reads them (norms under `SequenceParallel` without FSDP2), and "
+        'with them the norm of the model: `signal_available{signal="gradient"}` is 0',
+    ),
     "evaluation": Loop("validation and generation between training steps", "training forwards alone"),
     "interrupted": Loop(
         "a backward that raises midway, `zero_grad` without a step, double backward", "the next step, once"

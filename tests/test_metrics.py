@@ -267,6 +267,7 @@ def test_run_info_carries_who_the_run_is_and_what_the_user_added() -> None:
         "local_rank": "3",
         "world_size": "8",
         "model": "Net",
+        "norms": "global",
         "optimizer": "",
         "paging": "off",
         "team": "vision",

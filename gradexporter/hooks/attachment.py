@@ -37,7 +37,7 @@ class LayerHooks:
                 self._sheltered[handle.id] = layer.module
         for watched in optimizers:
             hook = points.Accumulated(capture, watched)
-            for parameter in watched.parameters:
+            for parameter in watched.accumulators:
                 if parameter.requires_grad:
                     handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
                     self._handles.append(handle)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import logging
 import threading
 import time
 import weakref
@@ -29,9 +30,12 @@ from gradexporter.hooks.cadence import Cadence
 from gradexporter.hooks.layers import find_layers
 from gradexporter.hooks.outputs import Outputs
 from gradexporter.hooks.restart import Restart
+from gradexporter.hooks.shares import find_sharding
 from gradexporter.hooks.watched import Watched, held_by
 from gradexporter.readback import Number, Pending, closed_on, pack
 from gradexporter.records import Signature
+
+_log = logging.getLogger("gradexporter")
 
 Method = TypeVar("Method", bound=Callable[..., None])
 
@@ -108,17 +112,20 @@ class Capture:
         self._full_activations = cadence.full("activation", self._next)
         goes_on = config.start_step > 1
         self._restarts = {index: Restart() for index in range(len(self._optimizers))} if goes_on else {}
+        self._unknown_said = False
         self._survey(model)
 
     def _survey(self, model: nn.Module) -> None:
         """Finds layers and parameters as they are now."""
         parameters = [p for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]]
-        self.layers = find_layers(model, parameters, parameterless=self._parameterless)
+        sharding = find_sharding(model)
+        self.norms = "share" if sharding is not None and sharding.partial else "global"
+        self.layers = find_layers(model, parameters, sharding, parameterless=self._parameterless)
         held = {id(parameter) for parameter in parameters}
         free = (i for i, layer in enumerate(self.layers) if not any(id(p) in held for p in layer.parameters))
         leftovers = frozenset(free)  # frozen or parameterless layers go with the first optimizer
         self._watched = [
-            Watched(index, optimizer, self.layers, leftovers if index == 0 else frozenset())
+            Watched(index, optimizer, self.layers, leftovers if index == 0 else frozenset(), sharding)
             for index, optimizer in enumerate(self._optimizers)
         ]
         self._outputs = Outputs(len(self.layers))
@@ -268,9 +275,21 @@ class Capture:
         if watched.backwards < watched.expected_backwards:
             watched.block = None
             return
-        watched.measure_gradients()
+        self._measure_gradients(watched)
         watched.scaled = True
-        self.signals["gradient"] = True
+
+    def _measure_gradients(self, watched: Watched) -> None:
+        watched.measure_gradients()
+        self.signals["gradient"] = not watched.unknown
+        if watched.unknown and not self._unknown_said:
+            self._unknown_said = True
+            layers = sorted({watched.plan.layers[owner] for owner in watched.plan.owners[list(watched.unknown)]})
+            _log.warning(
+                "gradexporter: gradients of %d layers (%s first) are not reduced over ranks when the update reads "
+                "them; they are left out, and with them the gradient norm of the model",
+                len(layers),
+                layers[0],
+            )
 
     # -- update ---------------------------------------------------------------------------------
 
@@ -303,7 +322,7 @@ class Capture:
             with self.fence.guarding("hooks"):
                 self._restarts[watched.index].update_begins(watched)
         if watched.block is None and not closure:
-            watched.measure_gradients()
+            self._measure_gradients(watched)
             watched.scaled = getattr(optimizer, "grad_scale", None) is not None
             self.signals["pre_clip"] = False
         else:
@@ -355,7 +374,7 @@ class Capture:
         )
         if watched.block is not None:
             pending.blocks["gradients"] = watched.block
-            pending.gradients = watched.positions
+            pending.gradients, pending.unknown = watched.positions, watched.unknown
         state_seconds = None
         with self.fence.guarding("hooks"):  # one by one: a step without its state is still a step
             self._close_numbers(watched, pending)

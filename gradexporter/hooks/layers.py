@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from gradexporter.hooks.shares import Held, Sharding, Share
 from gradexporter.records import ROOT_LAYER
 
 OTHER = "(other)"
@@ -32,27 +33,49 @@ class Layer:
     module: nn.Module | None
     """None for parameters that an optimizer holds and no module of the model owns."""
     parameters: tuple[nn.Parameter, ...]
+    """As the optimizer holds them; a flat one once for each parameter in it."""
+    shares: tuple[Share | None, ...] = ()
+    """What this rank holds of each; None where it is all there is."""
 
 
 def find_layers(
-    model: nn.Module, optimized: Sequence[nn.Parameter] = (), *, parameterless: bool = False
+    model: nn.Module,
+    optimized: Sequence[nn.Parameter] = (),
+    sharding: Sharding | None = None,
+    *,
+    parameterless: bool = False,
 ) -> list[Layer]:
     """The layers of a model in the order of its modules; parameterless leaves too when asked for.
 
     What is ``optimized`` and belongs to no module of the model makes one last layer, ``(other)``.
     """
-    owned: set[int] = set()
+    owned: set[tuple[int, int]] = set()
     layers = []
     for name, module in _walk(model, "", set()):
-        direct = [parameter for parameter in module._parameters.values() if parameter is not None]
+        direct = list(_direct(module) if sharding is None else sharding.of(module))
         leaf = parameterless and not direct and next(module.children(), None) is None
         if not direct and not leaf:
             continue
-        fresh = tuple(parameter for parameter in direct if id(parameter) not in owned)
-        owned.update(id(parameter) for parameter in fresh)
-        layers.append(Layer(name or ROOT_LAYER, module, fresh))
-    foreign = tuple({id(parameter): parameter for parameter in optimized if id(parameter) not in owned}.values())
-    return [*layers, Layer(OTHER, None, foreign)] if foreign else layers
+        fresh = {held.key: held for held in direct if held.key not in owned}
+        owned.update(fresh)
+        layers.append(Layer(name or ROOT_LAYER, module, *_columns(list(fresh.values()))))
+    inside = {identity for identity, _ in owned}
+    foreign = {id(parameter): parameter for parameter in optimized if id(parameter) not in inside}.values()
+    if foreign:
+        share = (lambda parameter: None) if sharding is None else sharding.share
+        held = [Held((id(parameter), 0), parameter, share(parameter)) for parameter in foreign]
+        layers.append(Layer(OTHER, None, *_columns(held)))
+    return layers
+
+
+def _direct(module: nn.Module) -> Iterator[Held]:
+    for parameter in module._parameters.values():
+        if parameter is not None:
+            yield Held((id(parameter), 0), parameter, None)
+
+
+def _columns(held: Sequence[Held]) -> tuple[tuple[nn.Parameter, ...], tuple[Share | None, ...]]:
+    return tuple(each.parameter for each in held), tuple(each.share for each in held)
 
 
 def _walk(module: nn.Module, prefix: str, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from gradexporter import stats
 from gradexporter.hooks.layers import Layer
+from gradexporter.hooks.shares import Sharding, Share, Stand
 from gradexporter.readback import Number, Pending, Plan
 from gradexporter.records import Signature
 
@@ -21,20 +22,31 @@ def held_by(optimizer: Optimizer) -> list[int]:
 
 def _measurable(parameter: nn.Parameter) -> bool:
     valued = parameter.dtype in stats.FLOATING or parameter.is_complex()
-    return valued and not parameter.is_meta and bool(parameter.numel())
+    return valued and not parameter.is_meta
 
 
 class Watched:
     """One optimizer: its parameters, how they fold into layers, and the gradient of the step being built."""
 
-    def __init__(self, index: int, optimizer: Optimizer, layers: Sequence[Layer], leftovers: frozenset[int]) -> None:
+    def __init__(
+        self,
+        index: int,
+        optimizer: Optimizer,
+        layers: Sequence[Layer],
+        leftovers: frozenset[int],
+        sharding: Sharding | None = None,
+    ) -> None:
         self.index = index
         self.optimizer = optimizer
         self._layers = layers
         self._leftovers = leftovers
+        self._partial = sharding is not None and sharding.partial
+        self._accumulators = {} if sharding is None else sharding.accumulators
         self.block: stats.Block | None = None
         """Gradient statistics of the step being built; a later end of backward replaces them."""
         self.positions: tuple[int, ...] = ()
+        self.unknown: tuple[int, ...] = ()
+        """Positions of parameters whose gradient is not what the update uses: not reduced over ranks yet."""
         self.backwards = 0
         """Ends of backward since the last update."""
         self.expected_backwards = 0
@@ -55,17 +67,28 @@ class Watched:
         indexes: list[int] = []
         owners: list[int] = []
         self.parameters: list[nn.Parameter] = []
+        self._shares: list[Share] = []
         for index, layer in enumerate(self._layers):
-            mine = [parameter for parameter in layer.parameters if id(parameter) in held and _measurable(parameter)]
-            if mine or index in self._leftovers:
-                owners += [len(names)] * len(mine)
+            shares = layer.shares or (None,) * len(layer.parameters)
+            mine = [
+                (parameter, share)
+                for parameter, share in zip(layer.parameters, shares, strict=True)
+                if id(parameter) in held and _measurable(parameter)
+            ]
+            there = [pair for pair in mine if (pair[1] or pair[0]).shape.numel()]
+            # A layer whose shard is empty here is one all the same: ranks agree on the layers.
+            if there or index in self._leftovers or any(share is not None for _, share in mine):
+                owners += [len(names)] * len(there)
                 names.append(layer.name)
                 indexes.append(index)
-                self.parameters += mine
-        self.plan = Plan(tuple(names), tuple(indexes), np.array(owners, dtype=np.intp))
+                self.parameters += [parameter for parameter, _ in there]
+                self._shares += [share for _, share in there if share is not None]
+        copies = np.array([share.copies for share in self._shares], dtype=np.float64) if self._partial else None
+        self.plan = Plan(tuple(names), tuple(indexes), np.array(owners, dtype=np.intp), copies)
         self.everything = tuple(range(len(self.parameters)))
+        self._shapes = [share.shape for share in self._shares] or [parameter.shape for parameter in self.parameters]
         self._layouts: dict[tuple[int, ...], stats.host.Layout] = {}
-        sizes = [parameter.numel() for parameter in self.parameters]
+        sizes = [shape.numel() for shape in self._shapes]
         self.reference = min(range(len(sizes)), key=sizes.__getitem__, default=-1)
 
     def layout(self, positions: tuple[int, ...]) -> stats.host.Layout:
@@ -74,13 +97,21 @@ class Watched:
         if layout is None:
             if len(self._layouts) > 16:  # a loop that never touches the same parameters twice
                 self._layouts.clear()
-            layout = stats.host.Layout([self.parameters[at].shape for at in positions])
+            layout = stats.host.Layout([self._shapes[at] for at in positions])
             self._layouts[positions] = layout
         return layout
 
+    @property
+    def accumulators(self) -> list[nn.Parameter]:
+        """What autograd accumulates the gradients into; where parameters are views, the one that they are views of."""
+        into = [self._accumulators.get(id(parameter), parameter) for parameter in self.parameters]
+        return list({id(parameter): parameter for parameter in into}.values())
+
     def measure_gradients(self) -> None:
         """Takes the gradients as they are now."""
-        gradients = [parameter.grad for parameter in self.parameters]
+        gradients: Sequence[Tensor | None] = [parameter.grad for parameter in self.parameters]
+        if self._shares:
+            gradients = self._local_gradients(gradients)
         present = [gradient for gradient in gradients if gradient is not None]
         if len(present) == len(gradients):
             self.positions = self.everything
@@ -88,11 +119,31 @@ class Watched:
             self.positions = tuple(at for at, gradient in enumerate(gradients) if gradient is not None)
         self.block = stats.measure(present, self.layout(self.positions)) if present else None
 
+    def _local_gradients(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """This rank's values of gradients that are reduced over ranks; the others are unknown."""
+        known = [
+            gradient is None or share.known(gradient) for gradient, share in zip(gradients, self._shares, strict=True)
+        ]
+        self.unknown = tuple(at for at, there in enumerate(known) if not there)
+        return [
+            share.of(gradient) if gradient is not None and there else None
+            for gradient, share, there in zip(gradients, self._shares, known, strict=True)
+        ]
+
+    def _local(self, tensors: Sequence[Tensor]) -> Sequence[Tensor] | None:
+        """This rank's values of what is kept for each parameter; None while a wrapper shows something else."""
+        if not self._shares:
+            return tensors
+        pairs = list(zip(tensors, self._shares, strict=True))
+        return [share.of(tensor) for tensor, share in pairs] if all(s.known(t) for t, s in pairs) else None
+
     def read_again(self) -> None:
         """Takes one gradient as the update will use it, from which the clip factor follows."""
         still_scaled = getattr(self.optimizer, "grad_scale", None) is not None
         gradient = self.parameters[self.reference].grad if self.reference in self.positions else None
         if gradient is not None and not still_scaled:
+            if self._shares:
+                gradient = self._shares[self.reference].of(gradient)
             self.clip = stats.measure([gradient])[0, 0]
 
     def signature(self) -> Signature:
@@ -104,19 +155,41 @@ class Watched:
 
     def close_state(self, pending: Pending) -> None:
         """Takes parameters and optimizer state after the update into a closing step."""
-        pending.blocks["parameters"] = stats.measure(self.parameters, self.layout(self.everything))
-        moments = dict(
-            zip(("momentum", "second_moment"), stats.state_lists(self.optimizer, self.parameters), strict=True)
-        )
+        parameters = self._local(self.parameters)
+        if parameters is None:
+            return
+        pending.blocks["parameters"] = stats.measure(parameters, self.layout(self.everything))
+        lists = stats.state_lists(self.optimizer, self.parameters)
+        if self._shares:
+            lists = (self._local_moments(lists[0]), self._local_moments(lists[1]))
+        moments = dict(zip(("momentum", "second_moment"), lists, strict=True))
         there = {name: [(at, m) for at, m in enumerate(listed) if m is not None] for name, listed in moments.items()}
         pending.moments = {name: tuple(at for at, _ in pairs) for name, pairs in there.items() if pairs}
         for name in pending.moments:
             listed = [moment for _, moment in there[name]]
             pending.blocks[name] = stats.measure(listed, self.layout(pending.moments[name]), norms=False)
 
+    def _local_moments(self, moments: Sequence[Tensor | None]) -> list[Tensor | None]:
+        pairs = zip(moments, self._shares, strict=True)
+        return [share.of(moment) if moment is not None and share.known(moment) else None for moment, share in pairs]
+
     def close_updates(self, pending: Pending) -> bool:
         """Rebuilds the size of the update from the state; False for an optimizer that does not tell."""
-        rebuilt = stats.update_norms(self.optimizer, self.parameters)
+        if self._shares:
+            rebuilt = self._share_updates()
+        else:
+            rebuilt = stats.update_norms(self.optimizer, self.parameters)
         if rebuilt is not None:
             pending.updates, pending.blocks["updates"] = rebuilt
         return rebuilt is not None
+
+    def _share_updates(self) -> tuple[tuple[int, ...], stats.Block] | None:
+        stands = [
+            Stand(parameter, share, self.optimizer.state.get(parameter, {}))
+            for parameter, share in zip(self.parameters, self._shares, strict=True)
+        ]
+        groups = []
+        for group in self.optimizer.param_groups:
+            members = {id(parameter) for parameter in group["params"]}
+            groups.append({**group, "params": [stand for stand in stands if id(stand.parameter) in members]})
+        return stats.rebuilt_norms(type(self.optimizer), {s: s.state for s in stands}, groups, stands)

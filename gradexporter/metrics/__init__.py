@@ -55,9 +55,10 @@ RUN_INFO = MetricSpec(
     section=RUN,
     path="run_info",
     kind=Kind.GAUGE,
-    help="1, with what identifies the run; routing labels set by the user appear here too.",
+    help="1, with what identifies the run, and norms=share on a rank whose norms are those of its share of the model; "
+    "routing labels set by the user appear here too.",
     read=lambda view: [(tuple(read.run_info_labels(view).values()), 1.0)],
-    labels=("attempt", "local_rank", "world_size", "model", "optimizer", "paging"),
+    labels=("attempt", "local_rank", "world_size", "model", "norms", "optimizer", "paging"),
     stable=True,
 )
 RUN_PHASE = gauge(
@@ -151,7 +152,7 @@ CLIPPED_STEPS_TOTAL = counter(
 GRADIENT_NORM = gauge(
     GLOBAL,
     "gradient_norm",
-    "L2 norm of this rank's gradient in the last step, before clipping and with the loss scale divided out.",
+    "L2 norm of this rank's gradient, or share of it, in the last step, before clipping and divided by the loss scale.",
     read.largest("gradient_norm"),
     stable=True,
 )
@@ -208,7 +209,7 @@ SECOND_MOMENT_MAX_ABS = gauge(
 PARAMETER_NORM = gauge(
     GLOBAL,
     "parameter_norm",
-    "L2 norm of this rank's parameters after the update, when last measured.",
+    "L2 norm of this rank's parameters, or share of them, after the update, when last measured.",
     read.largest("parameter_norm"),
 )
 PARAMETER_MAX_ABS = gauge(
@@ -241,6 +242,18 @@ STEPS_TO_OVERFLOW = gauge(
     "steps_to_overflow",
     "Steps to overflow if growth keeps accelerating, while in state spike or cascade.",
     read.smallest("steps_to_overflow"),
+)
+ALIGNED_GRADIENT_NORM = gauge(
+    GLOBAL,
+    "aligned_gradient_norm",
+    "Gradient norm of this rank at aligned_step, to be compared with other ranks or, where it is a share, added.",
+    read.one(lambda view: view.snapshot.aligned_gradient_norm),
+)
+ALIGNED_STEP = gauge(
+    GLOBAL,
+    "aligned_step",
+    "Last step of this rank that the setting aligned_every divides.",
+    read.one(lambda view: view.snapshot.aligned_step),
 )
 
 # -- per layer ------------------------------------------------------------------------------------

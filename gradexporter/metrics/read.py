@@ -84,6 +84,7 @@ def run_info_labels(view: View) -> dict[str, str]:
         "local_rank": str(identity.local_rank),
         "world_size": str(identity.world_size),
         "model": identity.model,
+        "norms": view.snapshot.itself.norms,
         "optimizer": identity.optimizer,
         "paging": "on" if identity.paging else "off",
         **identity.labels,

@@ -22,6 +22,8 @@ from gradexporter.stats import device, host
 Block = Values | Tensor
 """A result: a numpy array, or a float64 tensor that read-back brings to the host."""
 
+State = Mapping[str, Any]
+
 FLOATING = frozenset(
     dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype) and dtype.is_floating_point
 )
@@ -97,16 +99,26 @@ def update_norms(optimizer: torch.optim.Optimizer, params: Sequence[Tensor]) -> 
     optimizer whose update its state does not tell. SGD (with momentum, Nesterov), Adam and AdamW are known;
     decoupled weight decay is left out. Formulas as in the documentation of torch.optim.
     """
-    kind = {cls.__name__ for cls in type(optimizer).__mro__}
+    return rebuilt_norms(type(optimizer), optimizer.state, optimizer.param_groups, params)
+
+
+def rebuilt_norms(
+    optimizer: type[torch.optim.Optimizer],
+    states: Mapping[Any, State],
+    groups: Sequence[Mapping[str, Any]],
+    params: Sequence[Any],
+) -> tuple[tuple[int, ...], Block] | None:
+    """``update_norms`` of an optimizer of this class, from its state and its groups."""
+    kind = {cls.__name__ for cls in optimizer.__mro__}
     rebuild = _sgd_norms if "SGD" in kind else _adam_norms if kind & {"Adam", "AdamW"} else None
     if rebuild is None:
         return None
     position = {id(param): at for at, param in enumerate(params)}
     positions: list[int] = []
     blocks: list[Block] = []
-    for group in optimizer.param_groups:
+    for group in groups:
         members = [param for param in group["params"] if id(param) in position and param.grad is not None]
-        block = rebuild(optimizer.state, group, members) if members else None
+        block = rebuild(states, group, members) if members else None
         if block is not None:
             positions += [position[id(param)] for param in members]
             blocks.append(_times(block, group["lr"]))
@@ -117,9 +129,6 @@ def _times(block: Block, rate: float | Tensor) -> Block:
     if not isinstance(rate, Tensor):
         return block * rate
     return (block if isinstance(block, Tensor) else torch.from_numpy(block)) * rate.detach().double()
-
-
-State = Mapping[str, Any]
 
 
 def _sgd_norms(states: Mapping[Tensor, State], group: State, params: Sequence[Tensor]) -> Block | None:
