@@ -26,8 +26,8 @@ from gradexporter.fence import Fence
 from gradexporter.hooks import Capture
 from gradexporter.hooks.batch import valueless
 from gradexporter.hooks.cadence import Cadence
-from gradexporter.judge import Judge
 from gradexporter.hooks.shares import optimized_by
+from gradexporter.judge import Judge
 from gradexporter.records import Finding, Snapshot, State, StepReport
 from gradexporter.resume import Past, ResumeError
 from gradexporter.sinks.prometheus import Endpoint, EndpointError

@@ -149,8 +149,8 @@ class Watched:
     def signature(self) -> Signature:
         """What must be the same in a run that goes on with this one's baselines."""
         elements = dict.fromkeys(self.plan.layers, 0)
-        for owner, parameter in zip(self.plan.owners.tolist(), self.parameters, strict=True):
-            elements[self.plan.layers[owner]] += parameter.numel()
+        for owner, shape in zip(self.plan.owners.tolist(), self._shapes, strict=True):
+            elements[self.plan.layers[owner]] += shape.numel()
         return Signature(kind=type(self.optimizer).__name__, layers=elements)
 
     def close_state(self, pending: Pending) -> None:
