@@ -79,6 +79,10 @@ LOOPS: dict[str, Loop] = {
         "`resume_mismatch`",
         "state that an optimizer keeps elsewhere than in `optimizer.state` is lost unseen",
     ),
+    "zoo": Loop(
+        "over 150 architectures of transformers and of torch.nn, bare and checkpointed",
+        "names, outputs and gradients of all layers; losses, weights and warnings as alone",
+    ),
     "copies": Loop("copies, pickles and forks of a watched model", "nothing of ours travels or hangs"),
 }
 
