@@ -12,13 +12,12 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.parameter import UninitializedParameter
-from torch.optim import Optimizer
 
 from gradexporter import identity
 from gradexporter.config import DEFAULT_PORT, Config, ConfigError, resolve
@@ -26,6 +25,7 @@ from gradexporter.fence import Fence
 from gradexporter.hooks import Capture
 from gradexporter.hooks.batch import valueless
 from gradexporter.hooks.cadence import Cadence
+from gradexporter.hooks.optimizers import groups_of, resolved
 from gradexporter.hooks.shares import optimized_by
 from gradexporter.judge import Judge
 from gradexporter.records import Finding, Snapshot, State, StepReport
@@ -45,17 +45,28 @@ PHASES = ("train", "eval", "checkpoint")
 
 Loss = TypeVar("Loss")
 
+
+class Stepping(Protocol):
+    """What updates parameters: an optimizer of torch, a wrapper around one, or another object with ``step()``."""
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """Applies one update."""
+
+
 _log = logging.getLogger("gradexporter")
 _open: weakref.WeakSet[Monitor] = weakref.WeakSet()
 
 
 def watch(
     model: nn.Module,
-    optimizer: Optimizer | Sequence[Optimizer],
+    optimizer: Stepping | Sequence[Stepping] | None = None,
     scaler: GradScaler | None = None,
     **settings: Any,
 ) -> Monitor:
     """Measures, judges and publishes every step of a training loop from now on.
+
+    ``optimizer`` is one or a sequence. Without one, or with an object that is no optimizer of torch, an update is seen
+    by the parameters that it changed, at the next forward, backward, ``observe`` or ``flush``.
 
     ``settings`` are the fields of ``Config``; an explicit one wins over ``GRADEXPORTER_*`` and over the default.
     Call it after the model is on its device and before the first step. Raises ConfigError when something given
@@ -69,26 +80,26 @@ def watch(
         _log.warning("gradexporter: this model is watched already, and measured twice from now on; close() the first")
     fence = Fence()
     cadence = Cadence(config)
-    own = identity.identify(config, type(model).__name__, ", ".join(type(one).__name__ for one in optimizers))
+    own = identity.identify(config, type(model).__name__, ", ".join(type(one).__name__ for one in optimizers) or "none")
+    watched = resolved(model, optimizers)
     joined = identity.in_group(own, config)
-    worker = Worker(joined, config, fence, cadence, len(optimizers))
+    worker = Worker(joined, config, fence, cadence, len(watched))
     if joined is own:
         worker.in_group = lambda alone: identity.in_group(alone, config)
-    capture = Capture(
-        model, optimizers, config, fence, cadence, worker.submit, lambda phase: worker.tell("phase", phase)
-    )
+    capture = Capture(model, watched, config, fence, cadence, worker.submit, lambda phase: worker.tell("phase", phase))
     endpoint = _endpoint(config, worker, fence) if config.serve else None
     return Monitor(_Parts(config, fence, cadence, worker, capture, endpoint))
 
 
-def _checked(model: Any, optimizer: Any, scaler: Any) -> list[Optimizer]:
+def _checked(model: Any, optimizer: Any, scaler: Any) -> list[Stepping]:
     if not isinstance(model, nn.Module):
         raise ConfigError(
             f"model must be a torch.nn.Module, got {type(model).__name__}: pass the model itself, "
             "not its parameters or its output"
         )
-    optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
-    if not optimizers:
+    given = [] if optimizer is None else [optimizer]
+    optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else given
+    if optimizer is not None and not optimizers:
         raise ConfigError("optimizer cannot be an empty sequence: pass the optimizers that update the model")
     if isinstance(model, torch.jit.ScriptModule):
         raise ConfigError(
@@ -103,12 +114,14 @@ def _checked(model: Any, optimizer: Any, scaler: Any) -> list[Optimizer]:
         raise ConfigError("optimizer holds the same object twice: pass each optimizer once")
     own = optimized_by(model)
     for one in optimizers:
-        if not isinstance(one, Optimizer):
+        if not callable(getattr(one, "step", None)) or isinstance(one, (type, nn.Module)):
+            what = f"the class {one.__name__}" if isinstance(one, type) else type(one).__name__
             raise ConfigError(
-                f"optimizer must be a torch.optim.Optimizer or a sequence of them, got {type(one).__name__}: "
-                "pass the object whose step() updates the model"
+                f"optimizer must be a torch.optim.Optimizer or another object with step(), or a sequence of them, got "
+                f"{what}: pass the object whose step() updates the model, or none if you change its parameters by hand"
             )
-        if not any(id(parameter) in own for group in one.param_groups for parameter in group["params"]):
+        groups = [group for inner in resolved(model, [one]) for group in groups_of(inner)]
+        if not any(id(parameter) in own for group in groups for parameter in group["params"]):
             raise ConfigError(
                 f"the optimizer ({type(one).__name__}) holds none of the model's parameters: pass the optimizer "
                 "that was built from this model, after the last .to() or wrap that replaces parameters"
@@ -370,6 +383,7 @@ class Monitor:
         if self._parts is None or self._closed:
             return True
         with self._parts.fence.guarding("close"):
+            self._parts.capture.look()
             self._parts.capture.seal()
             return self._parts.worker.drain(timeout)
         return False
@@ -391,6 +405,7 @@ class Monitor:
         _open.discard(self)
         self._finalizer.detach()
         with parts.fence.guarding("close"):
+            parts.capture.look()
             parts.capture.seal()
         with parts.fence.guarding("close"):
             parts.capture.detach()

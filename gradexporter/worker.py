@@ -152,7 +152,9 @@ class Worker:
             self._settle()
             self._refresh()
         elif what == "reached":
-            if self._fence.failures != self.snapshot.itself.failures:
+            published = self.snapshot.itself
+            signals = self.facts().get("signal_available", {})
+            if self._fence.failures != published.failures or signals != published.signal_available:
                 self._refresh()
             value.set()
         elif what == "phase":

@@ -42,6 +42,27 @@ LOOPS: dict[str, Loop] = {
         "the gradient after its reduction, on every rank; the outputs of the rank's own batch",
     ),
     "checkpointing": Loop("activation checkpointing, reentrant or not, selective", "each output once"),
+    "by hand": Loop(
+        "no optimizer: `watch(model)`, parameters changed by hand, also through `.data`",
+        "a step wherever the parameters were changed after a backward; loss, gradient, parameters",
+        "learning rate, update ratio, optimizer state: nobody tells; steps on copies of the parameters (`torch.func`) "
+        "are not seen, and after 100 forwards `gradient` is 0",
+    ),
+    "own optimizers": Loop(
+        "optimizers that are not torch's, wrappers (Lookahead, SAM, Accelerate, Lightning)",
+        "the outermost step, once, with the gradient that it uses",
+        "update ratio, unless the wrapper only passes on",
+    ),
+    "torch.optim": Loop(
+        "every class of `torch.optim`, plain, `foreach` and `fused`",
+        "steps, gradients, first and second moments",
+        "update ratio of all but SGD, Adam and AdamW",
+    ),
+    "within backward": Loop(
+        "optimizers that step in the hooks of a backward and clear the gradient",
+        "one step a backward, gradients taken before they are cleared",
+        "update ratio; optimizer state and rate if the optimizers were not passed",
+    ),
     "optimizers": Loop(
         "several optimizers (GAN), groups and parameters added later, parameters outside the model",
         "each `step()` is a step over its own parameters",
@@ -54,7 +75,7 @@ LOOPS: dict[str, Loop] = {
     ),
     "outputs": Loop(
         "outputs in dicts, tuples, dataclasses, None; modules called several times a step",
-        "all floating tensors of all calls together",
+        "all floating tensors of the first 16 calls together; 256, then every 16th, are checked for non-finite values",
     ),
     "dtypes": Loop("bf16 and fp16", "widened before squaring; headroom against the right maximum"),
     "overflow": Loop("finite elements whose norm overflows float32", "the finite norm"),

@@ -36,11 +36,22 @@ class LayerHooks:
             if id(layer.module) in sheltered:
                 self._sheltered[handle.id] = layer.module
         for watched in optimizers:
-            hook = points.Accumulated(capture, watched)
-            for parameter in watched.accumulators:
-                if parameter.requires_grad:
-                    handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-                    self._handles.append(handle)
+            watched.accumulated = points.Accumulated(capture, watched)
+            watched.accumulated.one_by_one = not watched.announced  # until a backward has left its gradients
+            watched.unhooked = list(watched.accumulators)
+            self.attach_trained(watched)
+
+    def attach_trained(self, watched: Watched) -> None:
+        """Gradient hooks on those parameters of an optimizer that take a gradient by now."""
+        for parameter in watched.unhooked:
+            if parameter.requires_grad:
+                handle = parameter.register_post_accumulate_grad_hook(watched.accumulated)  # type: ignore[no-untyped-call]
+                self._handles.append(handle)
+                # Ours first: a hook of the user's may update the parameter and clear its gradient.
+                hooks = parameter._post_accumulate_grad_hooks
+                for key in [key for key in hooks if key != handle.id]:
+                    hooks[key] = hooks.pop(key)  # torch goes by the order of insertion
+        watched.unhooked = [parameter for parameter in watched.unhooked if not parameter.requires_grad]
 
     def detach(self) -> None:
         """Removes every hook; a second call does nothing."""

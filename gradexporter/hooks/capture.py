@@ -12,13 +12,11 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
-from torch.optim import Optimizer
-from torch.utils._python_dispatch import _disable_current_modes
 
 from gradexporter import stats
 from gradexporter.config import Config
@@ -27,44 +25,18 @@ from gradexporter.hooks import points, scaler
 from gradexporter.hooks.attachment import LayerHooks
 from gradexporter.hooks.batch import MOST_PARTS, floating, valueless
 from gradexporter.hooks.cadence import Cadence
+from gradexporter.hooks.guarded import fenced, quietly
 from gradexporter.hooks.layers import find_layers
+from gradexporter.hooks.optimizers import Together, announcers, rates_of
 from gradexporter.hooks.outputs import Outputs
 from gradexporter.hooks.restart import Restart
 from gradexporter.hooks.shares import find_sharding
+from gradexporter.hooks.unannounced import Lookout, Sight
 from gradexporter.hooks.watched import Watched, held_by
 from gradexporter.readback import Number, Pending, closed_on, pack
 from gradexporter.records import Signature
 
 _log = logging.getLogger("gradexporter")
-
-Method = TypeVar("Method", bound=Callable[..., None])
-
-
-def quietly(function: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """Calls out of sight of the user's dispatch modes: selective checkpointing, a counter of operations."""
-    if torch._C._len_torch_dispatch_stack():
-        with _disable_current_modes():
-            function(*args, **kwargs)
-    else:
-        function(*args, **kwargs)
-
-
-def fenced(method: Method) -> Method:
-    """Counts a fault of ours instead of raising it, and the time that we took."""
-
-    @functools.wraps(method)
-    def guarded(self: Capture, *args: Any, **kwargs: Any) -> None:
-        if not self.alive or valueless():
-            return
-        began = time.perf_counter()
-        try:
-            quietly(method, self, *args, **kwargs)
-        except Exception as error:
-            self.fence.record("hooks", error)
-        finally:
-            self.seconds += time.perf_counter() - began
-
-    return cast(Method, guarded)
 
 
 class Capture:
@@ -73,18 +45,28 @@ class Capture:
     def __init__(
         self,
         model: nn.Module,
-        optimizers: Sequence[Optimizer],
+        optimizers: Sequence[Any],
         config: Config,
         fence: Fence,
         cadence: Cadence,
         submit: Callable[[Pending], None],
         phase: Callable[[str], None],
     ) -> None:
-        """``submit`` takes a sealed step and ``phase`` a change of phase; both return at once."""
+        """``optimizers`` come from ``optimizers.resolved``.
+
+        ``submit`` takes a sealed step and ``phase`` a change of phase; both return at once.
+        """
         self.fence = fence
         self.alive = False
         self.seconds = 0.0
-        self.signals = {"gradient": True, "pre_clip": True, "activation": True, "update_ratio": True, "loss": False}
+        self.signals = {
+            "gradient": True,
+            "pre_clip": True,
+            "activation": True,
+            "update_ratio": True,
+            "learning_rate": True,
+            "loss": False,
+        }
         self.monitor: object = None
         """Whoever must live as long as the hooks do."""
         self._model: nn.Module | None = model
@@ -103,6 +85,7 @@ class Capture:
         self._losses: collections.deque[Number] = collections.deque(maxlen=MOST_PARTS)
         self._loss_comes_first = False
         self._backward_seen = False
+        self._sight = Sight()
         self._ranges: dict[str, list[stats.Block]] = {"input": [], "target": []}
         self._sources: dict[str, bool] = {"input": False, "target": False}
         self._in_training_forward = False
@@ -113,6 +96,8 @@ class Capture:
         goes_on = config.start_step > 1
         self._restarts = {index: Restart() for index in range(len(self._optimizers))} if goes_on else {}
         self._unknown_said = False
+        self._modules: list[nn.Module | None] = []
+        self._outputs = Outputs(0)
         self._survey(model)
 
     def _survey(self, model: nn.Module) -> None:
@@ -128,7 +113,11 @@ class Capture:
             Watched(index, optimizer, self.layers, leftovers if index == 0 else frozenset(), sharding)
             for index, optimizer in enumerate(self._optimizers)
         ]
-        self._outputs = Outputs(len(self.layers))
+        self._lookout = Lookout(self._watched, self.layers)
+        modules = [layer.module for layer in self.layers]
+        if modules != self._modules:
+            self._modules = modules
+            self._outputs = Outputs(len(modules))
 
     @property
     def last_step(self) -> int | None:
@@ -161,8 +150,9 @@ class Capture:
             self._hold(self._model.register_forward_hook(points.Leaving(self), always_call=True))
             me = weakref.ref(self)  # an optimizer alone keeps nothing of ours alive
             for index, optimizer in enumerate(self._optimizers):
-                self._hold(optimizer.register_step_pre_hook(functools.partial(_before, me, index)))
-                self._hold(optimizer.register_step_post_hook(functools.partial(_after, me, index)))
+                for one in announcers(optimizer):
+                    self._hold(one.register_step_pre_hook(functools.partial(_before, me, index)))
+                    self._hold(one.register_step_post_hook(functools.partial(_after, me, index)))
             scaler.listen(self)
         except BaseException:
             self.detach()
@@ -185,7 +175,8 @@ class Capture:
         """Lets go of model and optimizers, so that a closed monitor keeps no parameter alive."""
         self._model = None
         self._optimizers, self._watched, self._closed = [], [], None
-        self.layers, self._outputs = [], Outputs(0)
+        self.layers, self._modules, self._outputs = [], [], Outputs(0)
+        self._lookout = Lookout([], [])
 
     def _hold(self, handle: Any) -> None:
         self._handles.append(handle)
@@ -199,9 +190,18 @@ class Capture:
 
     # -- forward --------------------------------------------------------------------------------
 
-    @fenced
     def entering(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """The watched model is about to run."""
+        if module.training and torch.is_grad_enabled() and self._sight.lost():
+            self.signals["gradient"] = False
+        self._enter(module, args, kwargs)
+
+    @fenced
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if self._lookout:
+            self._look()
+            if self._lookout.rearranged():
+                self._survey_again()
         grad = torch.is_grad_enabled()
         self._in_training_forward = grad and (module.training or self._trains_in_eval)
         if grad:
@@ -221,6 +221,10 @@ class Capture:
     @fenced
     def leaving(self) -> None:
         """The watched model has run, or raised."""
+        if self._in_training_forward and self._lookout:
+            if self._lookout.due:  # a forward with its own backward and update
+                self._look()
+            self._lookout.forward_ended()
         self._in_training_forward = False
         self._layer_hooks.shelter(True)
 
@@ -241,6 +245,8 @@ class Capture:
                 return
         elif not self._measures():
             return
+        if not self._outputs.due(layer):
+            return
         began = time.perf_counter()
         try:
             quietly(self._measure_output, layer, output)
@@ -252,6 +258,8 @@ class Capture:
             self._activation_seconds += spent
 
     def _measure_output(self, layer: int, output: Any) -> None:
+        if self._lookout.due and torch._C._current_graph_task_id() == -1:
+            self._look()
         if self._closed is not None:
             self.seal()
         self._outputs.add(layer, output, full=self._full_activations)
@@ -259,10 +267,20 @@ class Capture:
     # -- backward -------------------------------------------------------------------------------
 
     @fenced
-    def backward_began(self) -> None:
+    def backward_began(self, watched: Watched, parameter: Tensor) -> None:
         """The first gradient of a backward was accumulated."""
+        if self._lookout.begins_anew(watched, parameter):
+            self._look()
+            if watched.changes is not None:
+                watched.changes.remember()
         self.seal()
         self._backward_seen = True
+        self._sight.backward()
+
+    @fenced
+    def gradient_ready(self, watched: Watched, parameter: Tensor) -> None:
+        """The gradient of one parameter is complete, and will be gone when the backward is."""
+        watched.measure_one_by_one([parameter])
 
     @fenced
     def backward_ended(self, watched: Watched) -> None:
@@ -272,11 +290,15 @@ class Capture:
         pass; an update that comes sooner than that measures for itself, after clipping if there is any.
         """
         watched.backwards += 1
-        if watched.backwards < watched.expected_backwards:
+        if not watched.announced:
+            watched.rates = rates_of(watched.optimizer)
+            self._lookout.backward_ended(watched)
+        elif watched.backwards < watched.expected_backwards:
             watched.block = None
             return
-        self._measure_gradients(watched)
-        watched.scaled = True
+        else:
+            self._measure_gradients(watched)
+            watched.scaled = True
 
     def _measure_gradients(self, watched: Watched) -> None:
         watched.measure_gradients()
@@ -294,29 +316,53 @@ class Capture:
     # -- update ---------------------------------------------------------------------------------
 
     @fenced
-    def scaler_steps(self, scaling: GradScaler, optimizer: Optimizer) -> None:
+    def look(self) -> None:
+        """Closes the updates that no optimizer announced, if there were any."""
+        self._look()
+
+    def _look(self) -> None:
+        for watched in self._lookout.updated():
+            self.signals["pre_clip"] = watched.block is not None
+            self._close(watched, applied=True)
+
+    def _updated_by(self, optimizer: Any) -> Watched | None:
+        return next((watched for watched in self._watched if watched.is_updated_by(optimizer)), None)
+
+    @fenced
+    def scaler_steps(self, scaling: GradScaler, optimizer: Any) -> None:
         """A scaler is about to unscale, check and perhaps apply the update of ``optimizer``."""
-        for watched in self._watched:
-            if watched.optimizer is optimizer:
-                watched.stepping = False
-                watched.scale = scaler.scale_of(scaling)
+        watched = self._updated_by(optimizer)
+        if watched is not None:
+            watched.stepping = False
+            watched.scale = scaler.scale_of(scaling)
 
     @fenced
-    def scaler_stepped(self, scaling: GradScaler, optimizer: Optimizer) -> None:
+    def scaler_stepped(self, scaling: GradScaler, optimizer: Any) -> None:
         """The scaler is done; when the optimizer's hooks did not fire, it skipped the update."""
-        for watched in self._watched:
-            if watched.optimizer is optimizer and not watched.stepping:
-                watched.rates = _rates(optimizer)
-                self._close(watched, applied=False)
+        watched = self._updated_by(optimizer)
+        if watched is not None and not watched.stepping:
+            watched.rates = rates_of(optimizer)
+            self._close(watched, applied=watched.changes is not None and watched.changes.moved())
 
     @fenced
-    def step_begins(self, watched: Watched, closure: bool) -> None:
+    def step_begins(self, index: int, optimizer: Any, closure: bool) -> None:
         """``optimizer.step()`` is about to change the parameters."""
+        if torch._C._current_graph_task_id() != -1:
+            self._step_within_backward(index, optimizer)
+            return
+        watched = self._watched[min(index, len(self._watched) - 1)]
+        if not watched.announced:
+            watched.stepped = True
+            return
+        if not watched.steps.begin(optimizer):
+            return
         self.seal()
-        optimizer = watched.optimizer
-        if held_by(optimizer) != watched.held:
+        if held_by(watched.optimizer) != watched.held:
             self._survey_again()
-            watched = self._watched[watched.index]
+            watched = self._watched[index]
+            watched.steps.begin(optimizer)
+        elif watched.unhooked and any(parameter.requires_grad for parameter in watched.unhooked):
+            self._layer_hooks.attach_trained(watched)
         watched.stepping = True
         if watched.index in self._restarts:
             with self.fence.guarding("hooks"):
@@ -330,12 +376,28 @@ class Capture:
                 watched.read_again()
             self.signals["pre_clip"] = True
         watched.found_inf = getattr(optimizer, "found_inf", None)
-        watched.rates = _rates(optimizer)
+        watched.rates = rates_of(watched.optimizer)
+
+    def _step_within_backward(self, index: int, optimizer: Any) -> None:
+        """An update in the hooks of its gradients: all steps within one backward are one update."""
+        if not isinstance(self._optimizers[0], Together):
+            self._optimizers = [Together(self._optimizers)]
+            self._survey_again()
+            hook = self._watched[0].accumulated
+            if hook is not None:
+                hook.began(optimizer.param_groups[0]["params"][0])
+        watched = self._watched[0]
+        watched.stepped = True
+        watched.measure_one_by_one([p for group in optimizer.param_groups for p in group["params"]])
 
     @fenced
-    def step_ended(self, watched: Watched) -> None:
+    def step_ended(self, index: int, optimizer: Any) -> None:
         """``optimizer.step()`` has changed the parameters."""
-        self._close(watched, applied=True)
+        watched = self._watched[min(index, len(self._watched) - 1)]
+        if watched.announced and watched.steps.end(optimizer):
+            if watched.block is None:  # a closure evaluated fewer times than at the last update
+                self._measure_gradients(watched)
+            self._close(watched, applied=True)
 
     def _close(self, watched: Watched, *, applied: bool) -> None:
         self.seal()
@@ -346,8 +408,8 @@ class Capture:
         try:
             self._closed = self._closing(watched, step, started, now, losses, applied=applied)
         finally:  # whatever failed, the next step starts afresh
-            watched.block, watched.scale, watched.clip, watched.found_inf = None, None, None, None
-            watched.expected_backwards, watched.backwards = watched.backwards, 0
+            watched.expected_backwards = watched.backwards
+            watched.forget_step()
             self._ranges = {"input": [], "target": []}
             self._backward_seen = False
             self._activation_seconds = 0.0
@@ -375,6 +437,8 @@ class Capture:
         if watched.block is not None:
             pending.blocks["gradients"] = watched.block
             pending.gradients, pending.unknown = watched.positions, watched.unknown
+        self.signals["gradient"] = watched.block is not None and not watched.unknown
+        self.signals["learning_rate"] = bool(watched.rates)
         state_seconds = None
         with self.fence.guarding("hooks"):  # one by one: a step without its state is still a step
             self._close_numbers(watched, pending)
@@ -419,6 +483,8 @@ class Capture:
 
     def observe(self, loss: Number | None, inputs: Any, targets: Any) -> None:
         """Adds a loss and the ranges of a batch to the step being built, or to the one just closed."""
+        if self._lookout:
+            self.look()
         with self._lock:
             quietly(self._observe, loss, inputs, targets)
 
@@ -458,22 +524,13 @@ class Capture:
             self._submit(closed)
 
 
-def _before(
-    capture: weakref.ref[Capture], index: int, optimizer: Optimizer, args: Any, kwargs: Mapping[str, Any]
-) -> None:
+def _before(capture: weakref.ref[Capture], index: int, optimizer: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
     live = capture()
     if live is not None and live.alive:
-        live.step_begins(live._watched[index], bool(kwargs.get("closure") or len(args) > 1))
+        live.step_begins(index, optimizer, bool(kwargs.get("closure") or len(args) > 1))
 
 
-def _after(
-    capture: weakref.ref[Capture], index: int, optimizer: Optimizer, args: Any, kwargs: Mapping[str, Any]
-) -> None:
+def _after(capture: weakref.ref[Capture], index: int, optimizer: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
     live = capture()
     if live is not None and live.alive:
-        live.step_ended(live._watched[index])
-
-
-def _rates(optimizer: Optimizer) -> list[Number]:
-    rates = [group["lr"] for group in optimizer.param_groups if "lr" in group]
-    return [rate.detach().clone().reshape(()) if isinstance(rate, Tensor) else float(rate) for rate in rates]
+        live.step_ended(index, optimizer)

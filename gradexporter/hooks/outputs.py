@@ -14,12 +14,19 @@ from gradexporter import stats
 from gradexporter.hooks.batch import floating
 from gradexporter.readback import Pending
 
+MEASURED_CALLS = 16
+"""Calls of one layer in one step that are measured in full."""
+
+CHECKED_CALLS = 256
+"""Calls of one layer in one step that are all checked for values that are not finite; after them one in 16 is."""
+
 
 class Outputs:
     """What the layers returned since the last step closed, as sums; keeps no tensor of the user."""
 
     def __init__(self, layers: int) -> None:
         self._order = [-1.0] * layers  # lists: setting one number is faster than in an array
+        self._calls = [0] * layers
         self._dtypes = [torch.float32] * layers
         self._accumulators: dict[torch.device, stats.host.Accumulator | stats.device.Accumulator] = {}
         self._rank = 0
@@ -28,8 +35,14 @@ class Outputs:
         """Whether the layer has returned something in this step."""
         return self._order[layer] >= 0
 
+    def due(self, layer: int) -> bool:
+        """Whether this call of the layer is looked at: what a step costs is bounded, however often a layer runs."""
+        calls = self._calls[layer] = self._calls[layer] + 1
+        return calls <= CHECKED_CALLS or not calls % 16
+
     def add(self, layer: int, output: Any, *, full: bool) -> None:
-        """Measures what a layer returned; a plain sentinel when not ``full``."""
+        """Measures what a layer returned; a plain sentinel when not ``full`` or called often."""
+        full = full and self._calls[layer] <= MEASURED_CALLS
         if type(output) is Tensor and output.dtype in stats.ORDINARY_DTYPES and output.device.type != "meta":
             self._add(layer, output.detach(), full)  # nearly always
         else:
@@ -58,6 +71,7 @@ class Outputs:
             pending.blocks[f"activations {place}"] = accumulator.take(layers)
         for layer in layers:
             self._order[layer] = -1.0
+            self._calls[layer] = 0
         self._rank = 0
         return bool((pending.order >= 0).any())
 

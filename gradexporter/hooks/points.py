@@ -75,7 +75,7 @@ class Accumulated:
     callback that queues a second one runs after them, when gradients are reduced.
     """
 
-    __slots__ = ("_capture", "_task", "_watched")
+    __slots__ = ("_capture", "_task", "_watched", "one_by_one")
 
     def __init__(self, capture: Capture, watched: Watched) -> None:
         # Weak: the autograd engine holds this hook where the garbage collector cannot see it, and a strong
@@ -83,17 +83,26 @@ class Accumulated:
         self._capture = weakref.ref(capture)
         self._watched = weakref.ref(watched)
         self._task = -1
+        self.one_by_one = False
+        """Whether each gradient is measured here: at the end of the backward it is gone."""
 
     def __call__(self, parameter: Tensor) -> None:
         # Keyed by the graph task: a backward that fails midway never reaches its end, and must not
         # leave a flag behind that blinds the next one.
         task = torch._C._current_graph_task_id()
-        if task == self._task:
-            return
-        self._task = task
-        capture = self._capture()
-        if capture is not None:
-            capture.backward_began()
+        if task != self._task:
+            self._task = task
+            self.began(parameter)
+        if self.one_by_one:
+            capture, watched = self._capture(), self._watched()
+            if capture is not None and watched is not None:
+                capture.gradient_ready(watched, parameter)
+
+    def began(self, parameter: Tensor) -> None:
+        """A backward began, with this parameter."""
+        capture, watched = self._capture(), self._watched()
+        if capture is not None and watched is not None:
+            capture.backward_began(watched, parameter)
             torch.autograd.Variable._execution_engine.queue_callback(self._first)
 
     def _first(self) -> None:

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from gradexporter import stats
 from gradexporter.hooks.layers import Layer
+from gradexporter.hooks.optimizers import ByHand, Steps, announcers, announces, state_of
 from gradexporter.hooks.shares import Sharding, Share, Stand
+from gradexporter.hooks.unannounced import Changes
 from gradexporter.readback import Number, Pending, Plan
 from gradexporter.records import Signature
 
+if TYPE_CHECKING:
+    from gradexporter.hooks.points import Accumulated
 
-def held_by(optimizer: Optimizer) -> list[int]:
+
+def held_by(optimizer: Any) -> list[int]:
     """Identities of the parameters that the groups hold now."""
     return [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
 
@@ -31,13 +36,23 @@ class Watched:
     def __init__(
         self,
         index: int,
-        optimizer: Optimizer,
+        optimizer: Any,
         layers: Sequence[Layer],
         leftovers: frozenset[int],
         sharding: Sharding | None = None,
     ) -> None:
         self.index = index
         self.optimizer = optimizer
+        self.steps = Steps()
+        self.accumulated: Accumulated | None = None
+        """The hook on its parameters."""
+        self.unhooked: list[nn.Parameter] = []
+        """Parameters that took no gradient when hooks were set."""
+        self.parts: dict[int, stats.Block] = {}
+        """Gradients that were measured one by one, by position, for an update inside the backward clears them."""
+        self.stepped = False
+        """Whether a step that is only part of an update was applied since the last update."""
+        self._state = state_of(optimizer)
         self._layers = layers
         self._leftovers = leftovers
         self._partial = sharding is not None and sharding.partial
@@ -59,6 +74,19 @@ class Watched:
         self.found_inf: Tensor | None = None
         self.rates: list[Number] = []
         self._arrange()
+        self.changes = Changes(self.parameters) if isinstance(optimizer, ByHand) else None
+
+    @property
+    def announced(self) -> bool:
+        """Whether the end of an update is told by its optimizer's hooks, and need not be looked for."""
+        return announces(self.optimizer)
+
+    def is_updated_by(self, optimizer: Any) -> bool:
+        """Whether ``optimizer`` is this one, one that it wraps, or what the user passed for it."""
+        one = self.optimizer
+        return (
+            one is optimizer or optimizer in announcers(one) or (isinstance(one, ByHand) and one.stands_for(optimizer))
+        )
 
     def _arrange(self) -> None:
         self.held = held_by(self.optimizer)
@@ -87,6 +115,7 @@ class Watched:
         self.plan = Plan(tuple(names), tuple(indexes), np.array(owners, dtype=np.intp), copies)
         self.everything = tuple(range(len(self.parameters)))
         self._shapes = [share.shape for share in self._shares] or [parameter.shape for parameter in self.parameters]
+        self.places = {id(parameter): at for at, parameter in enumerate(self.parameters)}
         self._layouts: dict[tuple[int, ...], stats.host.Layout] = {}
         sizes = [shape.numel() for shape in self._shapes]
         self.reference = min(range(len(sizes)), key=sizes.__getitem__, default=-1)
@@ -137,6 +166,31 @@ class Watched:
         pairs = list(zip(tensors, self._shares, strict=True))
         return [share.of(tensor) for tensor, share in pairs] if all(s.known(t) for t, s in pairs) else None
 
+    def measure_one_by_one(self, parameters: Sequence[Tensor]) -> None:
+        """Takes the gradients of these parameters now: before the backward ends they will be gone."""
+        for parameter in parameters:
+            at = self.places.get(id(parameter))
+            gradient = parameter.grad
+            if at is None or at in self.parts or gradient is None:
+                continue
+            if not self._shares:
+                self.parts[at] = stats.measure([gradient])
+            elif self._shares[at].known(gradient):
+                self.parts[at] = stats.measure([self._shares[at].of(gradient)])
+
+    def join_parts(self) -> None:
+        """Makes the gradients that were taken one by one those of the step being built."""
+        self.positions = tuple(self.parts)
+        self.block = stats.side_by_side(list(self.parts.values())) if self.parts else None
+
+    def forget_step(self) -> None:
+        """Starts the next step afresh."""
+        self.block, self.scale, self.clip, self.found_inf = None, None, None, None
+        self.parts, self.stepped = {}, False
+        self.backwards = 0
+        if self.changes is not None:
+            self.changes.settle()
+
     def read_again(self) -> None:
         """Takes one gradient as the update will use it, from which the clip factor follows."""
         still_scaled = getattr(self.optimizer, "grad_scale", None) is not None
@@ -159,7 +213,7 @@ class Watched:
         if parameters is None:
             return
         pending.blocks["parameters"] = stats.measure(parameters, self.layout(self.everything))
-        lists = stats.state_lists(self.optimizer, self.parameters)
+        lists = stats.state_lists(self._state, self.parameters)
         if self._shares:
             lists = (self._local_moments(lists[0]), self._local_moments(lists[1]))
         moments = dict(zip(("momentum", "second_moment"), lists, strict=True))

@@ -76,13 +76,14 @@ def measure(tensors: Sequence[Tensor], layout: host.Layout | None = None, *, nor
 
 def extremes(blocks: Sequence[Block]) -> tuple[float | Tensor, float | Tensor]:
     """Largest absolute value and number of non-finite elements over several results of ``measure``."""
-    joined = _side_by_side(blocks)
+    joined = side_by_side(blocks)
     if isinstance(joined, Tensor):
         return joined[1].max(), joined[2].sum()
     return float(joined[1].max()), float(joined[2].sum())
 
 
-def _side_by_side(blocks: Sequence[Block]) -> Block:
+def side_by_side(blocks: Sequence[Block]) -> Block:
+    """Several results of ``measure`` as one."""
     if len(blocks) == 1:
         return blocks[0]
     tensors = [block for block in blocks if isinstance(block, Tensor)]
@@ -92,7 +93,7 @@ def _side_by_side(blocks: Sequence[Block]) -> Block:
     return torch.cat([torch.as_tensor(block).to(home, non_blocking=True) for block in blocks], dim=1)
 
 
-def update_norms(optimizer: torch.optim.Optimizer, params: Sequence[Tensor]) -> tuple[tuple[int, ...], Block] | None:
+def update_norms(optimizer: Any, params: Sequence[Tensor]) -> tuple[tuple[int, ...], Block] | None:
     """L2 norm of the last update of each parameter, rebuilt from optimizer state, not from a copy.
 
     Returns the positions in ``params`` of those that moved and a block of shape ``(1, moved)``; None for an
@@ -109,6 +110,9 @@ def rebuilt_norms(
     params: Sequence[Any],
 ) -> tuple[tuple[int, ...], Block] | None:
     """``update_norms`` of an optimizer of this class, from its state and its groups."""
+    step = getattr(optimizer, "step", None)
+    if not str(getattr(step, "__module__", "")).startswith("torch.optim"):
+        return None  # its name may be that of one of torch, its update is not
     kind = {cls.__name__ for cls in optimizer.__mro__}
     rebuild = _sgd_norms if "SGD" in kind else _adam_norms if kind & {"Adam", "AdamW"} else None
     if rebuild is None:
@@ -122,7 +126,7 @@ def rebuilt_norms(
         if block is not None:
             positions += [position[id(param)] for param in members]
             blocks.append(_times(block, group["lr"]))
-    return (tuple(positions), _side_by_side(blocks)) if blocks else None
+    return (tuple(positions), side_by_side(blocks)) if blocks else None
 
 
 def _times(block: Block, rate: float | Tensor) -> Block:
@@ -163,9 +167,7 @@ def _adam_norms(states: Mapping[Tensor, State], group: State, params: Sequence[T
     return host.adam_norms(kept, group)[None] if on_host else device.adam_norms(kept, group)[None]
 
 
-def state_lists(
-    optimizer: torch.optim.Optimizer, params: Sequence[Tensor]
-) -> tuple[list[Tensor | None], list[Tensor | None]]:
+def state_lists(optimizer: Any, params: Sequence[Tensor]) -> tuple[list[Tensor | None], list[Tensor | None]]:
     """First and second moment of each parameter, None where the optimizer keeps none."""
     first: list[Tensor | None] = []
     second: list[Tensor | None] = []

@@ -137,6 +137,18 @@ def nonfinite(tensor: Tensor) -> int:
     return 0 if math.isfinite(total.item()) else count_nonfinite(tensor)
 
 
+def largest(tensor: Tensor) -> int:
+    """Position, in the flattened tensor, of the element of largest absolute value."""
+    dense = tensor.detach().to_dense() if tensor.layout is not torch.strided else tensor.detach()
+    return int((dense if dense.dtype.itemsize > 1 else dense.float()).abs().argmax().item())
+
+
+def element(tensor: Tensor, at: int) -> float:
+    """Absolute value of the element at a position in the flattened tensor, exact enough to see it change."""
+    value = tensor.detach().reshape(-1)[at].item()
+    return abs(value) if isinstance(value, complex) else value
+
+
 def adam_norms(states: Sequence[Mapping[str, Any]], group: Mapping[str, Any]) -> Values:
     """L2 norm of Adam's last update of each parameter without the rate: float64, shape ``(len(states),)``.
 
