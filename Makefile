@@ -10,7 +10,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 TOOLS := .tools
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow lint bundle figures tools clean
+.PHONY: help demo test test-slow bench lint bundle figures tools clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -23,6 +23,9 @@ test: $(VENV)/.dev tools ## all tests but the slow ones
 
 test-slow: $(VENV)/.dev tools ## the slow tests alone
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow $(ARGS)
+
+bench: $(VENV)/.dev ## what a training step costs with us, and whether it keeps to the targets: ARGS="--quick --model mlp"
+	@$(BIN)/python tests/benchmarks $(ARGS)
 
 lint: $(VENV)/.dev ## ruff, mypy, import contracts, generated files up to date
 	$(BIN)/ruff check
