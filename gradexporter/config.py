@@ -269,6 +269,9 @@ class Config:
     """Steps between two values of the aligned series, which ranks compare and add: they are scraped at different
     moments, and at this distance most moments see the same step on all. At least three scrape intervals' worth of
     steps; the same on all ranks."""
+    all_reduce: bool = False
+    """One small sum over the ranks of a sharded model each step, on the worker threads: every rank then publishes the
+    norms of the model, by layer too. Every rank of the process group calls ``watch`` with it."""
     layer_shares: bool = False
     """Ranks that hold a share of the model name its layers, healthy or not. Off, only global rank 0 does: a
     thousand ranks with three hundred layers are a million series."""
@@ -437,6 +440,7 @@ _SCALARS: dict[str, tuple[type | tuple[type, ...], str, Callable[[str], Any] | N
     "overhead_budget": ((int, float), "a share such as 0.02", _read_float),
     "max_series": (int, "a whole number", _read_int),
     "aligned_every": (int, "a whole number of steps", _read_int),
+    "all_reduce": (bool, "True or False", _read_bool),
     "layer_shares": (bool, "True or False", _read_bool),
     "hold_seconds": ((int, float, type(None)), "seconds", _read_float),
     "judge": (JudgeConfig, "a JudgeConfig", None),

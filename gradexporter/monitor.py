@@ -28,6 +28,7 @@ from gradexporter.hooks.cadence import Cadence
 from gradexporter.hooks.optimizers import groups_of, resolved
 from gradexporter.hooks.shares import optimized_by
 from gradexporter.judge import Judge
+from gradexporter.ranks import Reduction, agreed
 from gradexporter.records import Finding, Snapshot, State, StepReport
 from gradexporter.resume import Past, ResumeError
 from gradexporter.sinks.prometheus import Endpoint, EndpointError
@@ -87,8 +88,17 @@ def watch(
     if joined is own:
         worker.in_group = lambda alone: identity.in_group(alone, config)
     capture = Capture(model, watched, config, fence, cadence, worker.submit, lambda phase: worker.tell("phase", phase))
+    if config.all_reduce:
+        worker.reduction = _reduction(capture)
     endpoint = _endpoint(config, worker, fence) if config.serve else None
     return Monitor(_Parts(config, fence, cadence, worker, capture, endpoint))
+
+
+def _reduction(capture: Capture) -> Reduction | None:
+    reduction = agreed(capture.layer_names) if capture.norms == "share" else None
+    if reduction is None:
+        _log.warning("gradexporter: all_reduce has no effect: no parameter of this model is spread over ranks")
+    return reduction
 
 
 def _checked(model: Any, optimizer: Any, scaler: Any) -> list[Stepping]:
@@ -176,15 +186,18 @@ class _Parts:
         reference = weakref.ref(capture)  # the worker must not keep the model alive
 
         def facts() -> dict[str, Any]:
-            live = reference()
+            live, reduction = reference(), worker.reduction
+            signals = dict(live.signals) if live else {}
+            if reduction is not None:
+                signals["all_reduce"] = reduction.alive
             return {
                 "overhead_seconds": live.seconds if live else 0.0,
                 "overhead_budget_exceeded": cadence.exceeded,
                 "capture_every_steps": cadence.every,
                 "watched_layers": len(live.layers) if live else 0,
-                "norms": live.norms if live else "global",
+                "norms": live.norms if live and not (reduction and reduction.alive) else "global",
                 "layer_shares": config.layer_shares,
-                "signal_available": dict(live.signals) if live else {},
+                "signal_available": signals,
             }
 
         def idle() -> None:

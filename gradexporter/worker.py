@@ -17,6 +17,7 @@ from gradexporter.config import Config
 from gradexporter.fence import Fence
 from gradexporter.hooks.cadence import Cadence
 from gradexporter.judge import Judge
+from gradexporter.ranks import Reduction
 from gradexporter.readback import Pending, Reader
 from gradexporter.records import Finding, FindingKind, Identity, SelfStats, Severity, Snapshot, State, StepReport
 from gradexporter.resume import Past
@@ -60,6 +61,9 @@ class Worker:
         """Called about once a second."""
         self.in_group: Callable[[Identity], Identity] | None = None
         """Gives another identity once there is a process group; asked until then, and not after the first step."""
+        self.reduction: Reduction | None = None
+        """Makes norms of shares to those of the model; waits for the other ranks."""
+        self._missed: collections.deque[int] = collections.deque()
         self._thread = threading.Thread(target=self._run, name="gradexporter-worker", daemon=True)
 
     def start(self) -> None:
@@ -126,6 +130,7 @@ class Worker:
             return
         if what == "step":
             self._dropped += 1
+            self._missed.append(value.step)
         else:
             self._queue.put((what, value))
 
@@ -136,6 +141,7 @@ class Worker:
             except queue.Empty:
                 what, value = "idle", None
             if what == "stop":
+                self._leave()
                 return
             began = time.thread_time()
             try:
@@ -168,6 +174,26 @@ class Worker:
         elif what == "end":
             self.snapshot = self._tally.end(value, self._itself())
 
+    def _leave(self) -> None:
+        if self.reduction is not None:
+            with self._fence.guarding("readback"):
+                self.reduction.leave()
+
+    def _reduced(self, report: StepReport | None, pending: Pending) -> StepReport | None:
+        """The report with the norms of the model; every step is contributed to, in order, whatever became of it."""
+        while self._missed:
+            missed = self._missed.popleft()
+            if self.reduction is not None:
+                self.reduction.skip(missed)
+        if self.reduction is None:
+            return report
+        if report is None:
+            self.reduction.skip(pending.step)
+            return None
+        plan = pending.plan
+        unknown = plan.owners[list(pending.unknown)].tolist()
+        return self.reduction.add(report, unknown, empty=not len(plan.owners))
+
     def _resume(self, past: Past) -> None:
         self._judges = list(past.judges)
         self._said = {}
@@ -177,10 +203,12 @@ class Worker:
     def _step(self, pending: Pending) -> None:
         self._settle()
         self.in_group = None  # a run keeps the name that its first step went out under
-        try:
+        report = None
+        with self._fence.guarding("readback"):
             report = self._reader.report(pending)
-        except Exception as error:
-            self._fence.record("readback", error)
+        with self._fence.guarding("readback"):
+            report = self._reduced(report, pending)
+        if report is None:
             return
         try:
             judged = self._judges[pending.optimizer](report)

@@ -129,6 +129,11 @@ class Capture:
         """Number of the step that is being built."""
         return self._next
 
+    @property
+    def layer_names(self) -> tuple[tuple[str, ...], ...]:
+        """Names of the layers of each optimizer."""
+        return tuple(watched.plan.layers for watched in self._watched)
+
     def signatures(self) -> tuple[Signature, ...]:
         """What must be the same, by optimizer, in a run that goes on with the baselines of this one."""
         return tuple(watched.signature() for watched in self._watched)
@@ -434,9 +439,10 @@ class Capture:
             rates=watched.rates,
             scaled=watched.scaled,
         )
+        pending.unknown = watched.unknown
         if watched.block is not None:
             pending.blocks["gradients"] = watched.block
-            pending.gradients, pending.unknown = watched.positions, watched.unknown
+            pending.gradients = watched.positions
         self.signals["gradient"] = watched.block is not None and not watched.unknown
         self.signals["learning_rate"] = bool(watched.rates)
         state_seconds = None

@@ -26,7 +26,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from gradexporter.monitor import Monitor
 from gradexporter.records import StepReport
 from tests.conftest import ROOT
-from tests.distributed.harness import Ranks, rank, watching
+from tests.distributed.harness import Ranks, logged, rank, watching
 from tests.promql import fenced_queries
 
 STEPS = 3
@@ -242,6 +242,42 @@ def alone(optimizer: str, clip: float | None = None) -> list[Row]:
     return steps
 
 
+def run_reduced(how: str) -> dict[str, Any]:
+    """As ``run`` with all_reduce."""
+    model, rows = wrapped(how, net())
+    made = OPTIMIZERS["sgd"](model.parameters())
+    with watching(model, made, all_reduce=True) as monitor:
+        steps = []
+        for step in range(STEPS):
+            made.zero_grad()
+            loss_of(model, step, rows).backward()
+            made.step()
+            assert monitor.flush()
+            steps.append(seen(monitor.report))
+        assert monitor.snapshot is not None
+        facts = {"norms": monitor.snapshot.itself.norms, "signals": monitor.snapshot.itself.signal_available}
+    return {"steps": steps, **facts}
+
+
+def one_leaves() -> list[tuple[float | None, str, bool, list[str]]]:
+    model, rows = wrapped("fsdp2", net())
+    made = OPTIMIZERS["sgd"](model.parameters())
+    seen = []
+    with logged() as lines, watching(model, made, all_reduce=True) as monitor:
+        for step in range(3):
+            if step == 1 and rank() == 1:
+                monitor.close()
+            made.zero_grad()
+            loss_of(model, step, rows).backward()
+            made.step()
+            assert monitor.flush()
+            assert monitor.report is not None
+            assert monitor.snapshot is not None
+            itself = monitor.snapshot.itself
+            seen.append((monitor.report.gradient_norm, itself.norms, itself.signal_available["all_reduce"], [*lines]))
+    return seen
+
+
 def scraped(how: str) -> str:
     model, rows = wrapped(how, net())
     made = OPTIMIZERS["sgd"](model.parameters())
@@ -341,3 +377,37 @@ def _run_id(series: list[dict[str, str]]) -> str:
     found = {re.search(r'run_id="([^"]*)"', each["series"])[1] for each in series}  # type: ignore[index]
     (run_id,) = found
     return run_id
+
+
+# -- all_reduce -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ranks", "how"),
+    [("two_ranks", "tp"), ("two_ranks", "fsdp1 FULL_SHARD orig"), ("four_ranks", "fsdp2"), ("four_ranks", "hsdp")],
+    indirect=["ranks"],
+)
+def test_with_all_reduce_every_rank_publishes_the_norms_of_the_model(ranks: Ranks, how: str) -> None:
+    results = ranks.run(run_reduced, how)
+    expected = alone("sgd")
+
+    for result in results:
+        assert result["norms"] == "global"
+        assert result["signals"]["all_reduce"] is True
+        for step, one in enumerate(expected):
+            row = result["steps"][step]
+            assert row["norm"] == pytest.approx(one["norm"], rel=1e-5)
+            assert row["parameters"] == pytest.approx(one["parameters"], rel=1e-5)
+            assert row["layers"] == pytest.approx(one["layers"], rel=1e-5, abs=1e-6)
+            assert row["layer parameters"] == pytest.approx(one["layer parameters"], rel=1e-5)
+
+
+def test_a_rank_that_closes_its_monitor_leaves_the_others_with_their_shares(two_ranks: Ranks) -> None:
+    stayed, left = two_ranks.run(one_leaves)
+    expected = [one["norm"] for one in alone("sgd")]
+
+    assert stayed[0][0] == pytest.approx(expected[0], rel=1e-5)
+    assert [facts[1:3] for facts in stayed] == [("global", True), ("share", False), ("share", False)]
+    assert all(norm is not None and norm < whole for (norm, *_), whole in zip(stayed[1:], expected[1:], strict=True))
+    assert [line for line in stayed[-1][3] if "a rank closed its monitor" in line]
+    assert left[-1][0] == left[0][0]
