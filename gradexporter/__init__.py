@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from gradexporter.clip import clip_grad_norm_ as clip_grad_norm_
     from gradexporter.config import Config as Config
     from gradexporter.config import ConfigError as ConfigError
     from gradexporter.config import GradexporterError as GradexporterError
@@ -30,6 +31,7 @@ _HOMES = {
     "Judge": "judge",
     "Monitor": "monitor",
     "StepReport": "records",
+    "clip_grad_norm_": "clip",
     "watch": "monitor",
 }
 
@@ -43,6 +45,7 @@ __all__ = [
     "Monitor",
     "StepReport",
     "__version__",
+    "clip_grad_norm_",
     "watch",
 ]
 

@@ -87,7 +87,9 @@ def watch(
     worker = Worker(joined, config, fence, cadence, len(watched))
     if joined is own:
         worker.in_group = lambda alone: identity.in_group(alone, config)
-    capture = Capture(model, watched, config, fence, cadence, worker.submit, lambda phase: worker.tell("phase", phase))
+    capture = Capture(
+        model, watched, config, fence, cadence, worker.submit, lambda phase: worker.tell("phase", phase), scaler
+    )
     if config.all_reduce:
         worker.reduction = _reduction(capture)
     endpoint = _endpoint(config, worker, fence) if config.serve else None

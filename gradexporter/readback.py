@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gradexporter.records import FLOAT32_MAX, LayerTable, Mask, StepReport, Values
+from gradexporter.reread import Reread
 from gradexporter.stats import Block
 
 Indexes = NDArray[np.intp]
@@ -53,8 +54,12 @@ class Pending:
     dtype_max: Values | None = None
     scaled: bool = True
     """Whether the gradients still carried the loss scale when they were measured."""
-    reference: int = -1
-    """Position of the parameter that was read again before the update, for the clip factor."""
+    reread: Reread | None = None
+    """Takes in what ``blocks["reread"]`` says: gradients of these parameters as the update used them."""
+    references: tuple[int, ...] = ()
+    """Positions of the parameters that were read again before the update."""
+    still_scaled: bool = False
+    """Whether they still carried the loss scale then."""
     stream: torch.cuda.Stream | None = None
     """Where the results were computed; the step may be sealed by a thread with another current stream."""
     copy: tuple[Tensor, torch.cuda.Event] | None = None
@@ -139,8 +144,8 @@ def _report(pending: Pending, norms_before: Values | None) -> StepReport:
     scale = numbers.get("loss_scale")
     applied = pending.applied and not numbers.get("found_inf", 0.0)
     _fold_gradients(pending, columns, nonfinite, fields, scale if pending.scaled else None)
-    if "clip" in numbers and pending.reference >= 0:
-        fields["clip_factor"] = _clip_factor(pending, numbers["clip"], scale)
+    if "reread" in pending.blocks and pending.reread is not None:
+        _fold_change(pending, pending.reread, fields, scale)
     _fold_state(pending, columns, nonfinite, fields)
     if applied:
         _fold_updates(pending, columns, fields, norms_before)
@@ -221,33 +226,40 @@ def _fold_gradients(
 ) -> None:
     if "gradients" not in pending.blocks:
         return
-    norms, largest, counts = _array(pending.blocks["gradients"])
+    block = _array(pending.blocks["gradients"])
     if scale:
-        norms, largest = norms / scale, largest / scale
-    norms = pending.plan.shared(norms, pending.gradients)
+        block = np.concatenate([block[:2] / scale, block[2:]])
     owners = pending.plan.owners[list(pending.gradients)]
     size = len(pending.plan.layers)
     seen = np.zeros(size, dtype=bool)
     seen[owners] = True
     seen[pending.plan.owners[list(pending.unknown)]] = False
-    squares = _added(owners, norms, size, squared=True)
-    columns["gradient_norm"] = (squares, seen)
-    columns["gradient_max_abs"] = (_largest(owners, largest, size), seen)
+    norms, rest = pending.plan.shared(block[0], pending.gradients), block[1:]
+    # Norms alone come from a clip, and all of them are finite: then every element is.
+    counts = rest[1] if len(rest) else np.zeros(len(norms))
+    columns["gradient_norm"] = (_added(owners, norms, size, squared=True), seen)
     columns["gradient_nonfinite"] = (_added(owners, counts, size), seen)
     if not pending.unknown:
         fields["gradient_norm"] = _hypot(norms)
-        fields["gradient_max_abs"] = float(np.max(largest))
     nonfinite["gradient"] = float(counts.sum())
+    if len(rest):
+        columns["gradient_max_abs"] = (_largest(owners, rest[0], size), seen)
+        if not pending.unknown:
+            fields["gradient_max_abs"] = float(np.max(rest[0]))
 
 
-def _clip_factor(pending: Pending, now: float, scale: float | None) -> float | None:
-    before = float(_array(pending.blocks["gradients"])[0][pending.reference])
-    if pending.scaled and scale:
-        before /= scale
-    if not before or not math.isfinite(before):
-        return None
-    factor = now / before
-    return 1.0 if abs(factor - 1.0) < 1e-4 else factor
+def _fold_change(pending: Pending, reread: Reread, fields: dict[str, Any], scale: float | None) -> None:
+    """What clipping did; ``reread`` learns from it, and picks its parameters where only this thread sees values."""
+    gradients, again = _array(pending.blocks["gradients"]), _array(pending.blocks["reread"])
+    before = gradients[:, [pending.gradients.index(position) for position in pending.references]]
+    if scale and pending.scaled != pending.still_scaled:
+        before = before / scale if pending.scaled else before * scale
+    change = reread.change(before, again)
+    if pending.stream is not None:
+        reread.choose(pending.gradients, gradients)
+    reread.follow(change, fields.get("gradient_norm"))
+    fields["clip_factor"] = None if change.factor is not None and change.factor > 1 else change.factor
+    fields["clipped"] = change.clipped
 
 
 def _fold_state(

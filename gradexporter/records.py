@@ -286,7 +286,9 @@ class StepReport:
     """Largest finite value of the activations' dtype."""
     loss_scale: float | None = None
     clip_factor: float | None = None
-    """What clipping multiplied the gradient by, 1.0 when it left it alone."""
+    """What clipping multiplied the gradient by, 1.0 when it left it alone; None where it was not one factor."""
+    clipped: bool | None = None
+    """Whether clipping made the gradient smaller, by one factor or not."""
     optimizer: int = 0
     """Which of the watched optimizers made the update, from 0."""
     group_learning_rates: tuple[float, ...] = ()

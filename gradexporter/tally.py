@@ -41,6 +41,7 @@ MOST_CHECKPOINTS = 1000
 """Checkpoints that are remembered, the newest."""
 
 SAMPLED = (
+    "gradient_max_abs",
     "activation_max_abs",
     "momentum_max_abs",
     "second_moment_max_abs",
@@ -112,7 +113,7 @@ class Tally:
         aligned = before.aligned_step, before.aligned_gradient_norm
         if report.step % self._aligned_every == 0:
             aligned = report.step, report.gradient_norm
-        clipped = applied and report.clip_factor is not None and report.clip_factor < 1
+        clipped = applied and (report.clipped or (report.clip_factor is not None and report.clip_factor < 1))
         self._snapshot = dataclasses.replace(
             before,
             reports=reports,

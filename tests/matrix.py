@@ -32,6 +32,12 @@ LOOPS: dict[str, Loop] = {
         "`clip_grad_norm_`, `clip_grad_value_`, clipping by hand, `unscale_` first",
         "the gradient before clipping, the clip factor",
     ),
+    "our clip": Loop(
+        "`gradexporter.clip_grad_norm_` in place of torch's, accumulation of any length included",
+        "torch's result bit for bit, the norm of every layer before clipping from the clip itself",
+        "the largest gradient of a layer comes as often as parameters do: the clip does not compute it; half "
+        "precision, another norm, parts, shards and GPUs are measured at the end of backward",
+    ),
     "accumulation": Loop(
         "gradient accumulation",
         "one step an update, with the gradient of the update",

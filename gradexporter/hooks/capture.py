@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import collections
 import functools
-import logging
 import threading
 import time
 import weakref
@@ -21,10 +20,11 @@ from torch.amp.grad_scaler import GradScaler
 from gradexporter import stats
 from gradexporter.config import Config
 from gradexporter.fence import Fence
-from gradexporter.hooks import points, scaler
+from gradexporter.hooks import clipping, points, scaler
 from gradexporter.hooks.attachment import LayerHooks
 from gradexporter.hooks.batch import MOST_PARTS, floating, valueless
 from gradexporter.hooks.cadence import Cadence
+from gradexporter.hooks.gradients import Gradients
 from gradexporter.hooks.guarded import fenced, quietly
 from gradexporter.hooks.layers import find_layers
 from gradexporter.hooks.optimizers import Together, announcers, rates_of
@@ -34,9 +34,7 @@ from gradexporter.hooks.shares import find_sharding
 from gradexporter.hooks.unannounced import Lookout, Sight
 from gradexporter.hooks.watched import Watched, held_by
 from gradexporter.readback import Number, Pending, closed_on, pack
-from gradexporter.records import Signature
-
-_log = logging.getLogger("gradexporter")
+from gradexporter.records import Signature, Values
 
 
 class Capture:
@@ -51,6 +49,7 @@ class Capture:
         cadence: Cadence,
         submit: Callable[[Pending], None],
         phase: Callable[[str], None],
+        scaling: GradScaler | None = None,
     ) -> None:
         """``optimizers`` come from ``optimizers.resolved``.
 
@@ -95,7 +94,7 @@ class Capture:
         self._full_activations = cadence.full("activation", self._next)
         goes_on = config.start_step > 1
         self._restarts = {index: Restart() for index in range(len(self._optimizers))} if goes_on else {}
-        self._unknown_said = False
+        self._gradients = Gradients(self.signals, scaling)
         self._modules: list[nn.Module | None] = []
         self._outputs = Outputs(0)
         self._survey(model)
@@ -159,6 +158,7 @@ class Capture:
                     self._hold(one.register_step_pre_hook(functools.partial(_before, me, index)))
                     self._hold(one.register_step_post_hook(functools.partial(_after, me, index)))
             scaler.listen(self)
+            clipping.listen(self)
         except BaseException:
             self.detach()
             raise
@@ -172,6 +172,7 @@ class Capture:
         """Removes every hook; a second call does nothing."""
         self.alive = False
         scaler.unlisten(self)
+        clipping.unlisten(self)
         self._layer_hooks.detach()
         while self._handles:
             self._handles.pop().remove()
@@ -295,28 +296,18 @@ class Capture:
         pass; an update that comes sooner than that measures for itself, after clipping if there is any.
         """
         watched.backwards += 1
-        if not watched.announced:
+        if watched.announced:
+            self._gradients.backward_ended(watched)
+        else:
             watched.rates = rates_of(watched.optimizer)
             self._lookout.backward_ended(watched)
-        elif watched.backwards < watched.expected_backwards:
-            watched.block = None
-            return
-        else:
-            self._measure_gradients(watched)
-            watched.scaled = True
 
-    def _measure_gradients(self, watched: Watched) -> None:
-        watched.measure_gradients()
-        self.signals["gradient"] = not watched.unknown
-        if watched.unknown and not self._unknown_said:
-            self._unknown_said = True
-            layers = sorted({watched.plan.layers[owner] for owner in watched.plan.owners[list(watched.unknown)]})
-            _log.warning(
-                "gradexporter: gradients of %d layers (%s first) are not reduced over ranks when the update reads "
-                "them; they are left out, and with them the gradient norm of the model",
-                len(layers),
-                layers[0],
-            )
+    @fenced
+    def clip_begins(self, parameters: Sequence[Tensor], norms: Values | None) -> None:
+        """A clip of ours is about to scale the gradients of ``parameters``; see ``ClipListener``."""
+        clipped = list(map(id, parameters))
+        for watched in self._watched:
+            self._gradients.clip_begins(watched, clipped, norms, full=self._thorough)
 
     # -- update ---------------------------------------------------------------------------------
 
@@ -334,12 +325,19 @@ class Capture:
         return next((watched for watched in self._watched if watched.is_updated_by(optimizer)), None)
 
     @fenced
+    def scaler_unscales(self, scaling: GradScaler, optimizer: Any) -> None:
+        """A scaler is about to divide the gradients of ``optimizer`` by its scale."""
+        watched = self._updated_by(optimizer)
+        if watched is not None:
+            self._gradients.unscaling(watched, scaling, optimizer)
+
+    @fenced
     def scaler_steps(self, scaling: GradScaler, optimizer: Any) -> None:
         """A scaler is about to unscale, check and perhaps apply the update of ``optimizer``."""
         watched = self._updated_by(optimizer)
         if watched is not None:
             watched.stepping = False
-            watched.scale = scaler.scale_of(scaling)
+            self._gradients.scaler_steps(watched, scaling, optimizer)
 
     @fenced
     def scaler_stepped(self, scaling: GradScaler, optimizer: Any) -> None:
@@ -363,25 +361,27 @@ class Capture:
             return
         self.seal()
         if held_by(watched.optimizer) != watched.held:
+            scale = watched.scale
             self._survey_again()
             watched = self._watched[index]
+            watched.scale = scale
             watched.steps.begin(optimizer)
         elif watched.unhooked and any(parameter.requires_grad for parameter in watched.unhooked):
             self._layer_hooks.attach_trained(watched)
-        watched.stepping = True
+        watched.stepping, watched.closure = True, closure
         if watched.index in self._restarts:
             with self.fence.guarding("hooks"):
                 self._restarts[watched.index].update_begins(watched)
-        if watched.block is None and not closure:
-            self._measure_gradients(watched)
-            watched.scaled = getattr(optimizer, "grad_scale", None) is not None
-            self.signals["pre_clip"] = False
-        else:
-            if not closure:  # its backward is still to come
-                watched.read_again()
-            self.signals["pre_clip"] = True
+        if not closure:  # its backward is still to come
+            still_scaled = getattr(optimizer, "grad_scale", None) is not None
+            self._gradients.update_begins(watched, still_scaled=still_scaled, thorough=self._thorough)
         watched.found_inf = getattr(optimizer, "found_inf", None)
         watched.rates = rates_of(watched.optimizer)
+
+    @property
+    def _thorough(self) -> bool:
+        """Whether the step that is being built is measured in full."""
+        return self._cadence.full("state", self._next)
 
     def _step_within_backward(self, index: int, optimizer: Any) -> None:
         """An update in the hooks of its gradients: all steps within one backward are one update."""
@@ -400,8 +400,8 @@ class Capture:
         """``optimizer.step()`` has changed the parameters."""
         watched = self._watched[min(index, len(self._watched) - 1)]
         if watched.announced and watched.steps.end(optimizer):
-            if watched.block is None:  # a closure evaluated fewer times than at the last update
-                self._measure_gradients(watched)
+            if watched.closure:
+                self._gradients.closure_ended(watched, thorough=self._thorough)
             self._close(watched, applied=True)
 
     def _close(self, watched: Watched, *, applied: bool) -> None:
@@ -413,11 +413,10 @@ class Capture:
         try:
             self._closed = self._closing(watched, step, started, now, losses, applied=applied)
         finally:  # whatever failed, the next step starts afresh
-            watched.expected_backwards = watched.backwards
             watched.forget_step()
             self._ranges = {"input": [], "target": []}
             self._backward_seen = False
-            self._activation_seconds = 0.0
+            self._activation_seconds = self._gradients.seconds = 0.0
             self._full_activations = self._cadence.full("activation", self._next)
         if self._trained_in[True] or self._trained_in[False]:
             self._trains_in_eval = not self._trained_in[True]
@@ -467,9 +466,9 @@ class Capture:
             pending.numbers["loss_scale"] = watched.scale
         if watched.found_inf is not None:
             pending.numbers["found_inf"] = watched.found_inf.detach().clone().reshape(())
-        if watched.clip is not None:
-            pending.numbers["clip"] = watched.clip
-            pending.reference = watched.positions.index(watched.reference)
+        if watched.again is not None:
+            pending.blocks["reread"], pending.reread = watched.again, watched.reread
+            pending.references, pending.still_scaled = watched.references, watched.still_scaled
         if pending.applied and watched.index in self._restarts:
             brought = self._restarts.pop(watched.index).brought(watched)
             if brought is not None:
@@ -483,7 +482,7 @@ class Capture:
         watched.close_state(pending)
         if pending.applied:
             self.signals["update_ratio"] = watched.close_updates(pending)
-        return time.perf_counter() - began
+        return time.perf_counter() - began + self._gradients.seconds
 
     # -- observing and sealing --------------------------------------------------------------------
 

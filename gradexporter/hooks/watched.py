@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from gradexporter import stats
@@ -13,8 +14,9 @@ from gradexporter.hooks.layers import Layer
 from gradexporter.hooks.optimizers import ByHand, Steps, announcers, announces, state_of
 from gradexporter.hooks.shares import Sharding, Share, Stand
 from gradexporter.hooks.unannounced import Changes
-from gradexporter.readback import Number, Pending, Plan
-from gradexporter.records import Signature
+from gradexporter.readback import Indexes, Number, Pending, Plan
+from gradexporter.records import Signature, Values
+from gradexporter.reread import Reread
 
 if TYPE_CHECKING:
     from gradexporter.hooks.points import Accumulated
@@ -28,6 +30,10 @@ def held_by(optimizer: Any) -> list[int]:
 def _measurable(parameter: nn.Parameter) -> bool:
     valued = parameter.dtype in stats.FLOATING or parameter.is_complex()
     return valued and not parameter.is_meta
+
+
+_SMALLEST_NORM = 1e-18
+"""Norm in float32 below which squares have underflowed, or everything is zero."""
 
 
 class Watched:
@@ -66,11 +72,25 @@ class Watched:
         """Ends of backward since the last update."""
         self.expected_backwards = 0
         """How many the last update had."""
+        self.early: set[int] = set()
+        """Numbers of backwards that were too few, when the gradient was changed before it was measured."""
+        self._versions: list[int] = []
+        self.clip_comes = False
+        """Whether our clip is expected to bring the norms: it did before the last update."""
+        self.clip_came = False
+        """Whether it has brought them, or could have, since the last end of backward."""
+        self.before_clipping = True
+        """Whether the gradients were measured before anybody could have clipped them."""
+        self.closure = False
+        """Whether the update evaluates a closure, with the backward in it."""
         self.scaled = True
         self.scale: Tensor | None = None
         self.stepping = False
         """Whether the optimizer's own hooks fired since a scaler announced a step."""
-        self.clip: Number | None = None
+        self.again: stats.Block | None = None
+        """Statistics of the gradients that were read again before the update."""
+        self.references: tuple[int, ...] = ()
+        self.still_scaled = False
         self.found_inf: Tensor | None = None
         self.rates: list[Number] = []
         self._arrange()
@@ -117,8 +137,16 @@ class Watched:
         self._shapes = [share.shape for share in self._shares] or [parameter.shape for parameter in self.parameters]
         self.places = {id(parameter): at for at, parameter in enumerate(self.parameters)}
         self._layouts: dict[tuple[int, ...], stats.host.Layout] = {}
-        sizes = [shape.numel() for shape in self._shapes]
-        self.reference = min(range(len(sizes)), key=sizes.__getitem__, default=-1)
+        self.reread = Reread([shape.numel() for shape in self._shapes], self._rounding())
+        self.harvests = not self._shares and all(parameter.device.type == "cpu" for parameter in self.parameters)
+        """Whether norms that a clip computes are those of these parameters, and may be looked at."""
+        self._clip: tuple[list[int], tuple[int, ...], Indexes | None] = ([], (), None)
+
+    def _rounding(self) -> float:
+        """How far, relatively, gradients that were multiplied alike may seem to differ."""
+        dtypes = {parameter.dtype for parameter in self.parameters}
+        known = [torch.finfo(dtype).eps for dtype in dtypes if dtype.is_complex or dtype in stats.ORDINARY_DTYPES]
+        return max([1e-3, *(4 * eps for eps in known)]) if len(known) == len(dtypes) else 0.5
 
     def layout(self, positions: tuple[int, ...]) -> stats.host.Layout:
         """How tensors shaped like these parameters are reduced together."""
@@ -185,20 +213,81 @@ class Watched:
 
     def forget_step(self) -> None:
         """Starts the next step afresh."""
-        self.block, self.scale, self.clip, self.found_inf = None, None, None, None
+        self.block, self.again, self.scale, self.found_inf = None, None, None, None
         self.parts, self.stepped = {}, False
-        self.backwards = 0
+        self.expected_backwards, self.backwards = self.backwards, 0
+        self.clip_comes, self.clip_came = self.clip_came, False
+        self.before_clipping, self.closure = True, False
+        self._versions = []
         if self.changes is not None:
             self.changes.settle()
 
-    def read_again(self) -> None:
-        """Takes one gradient as the update will use it, from which the clip factor follows."""
-        still_scaled = getattr(self.optimizer, "grad_scale", None) is not None
-        gradient = self.parameters[self.reference].grad if self.reference in self.positions else None
-        if gradient is not None and not still_scaled:
-            if self._shares:
-                gradient = self._shares[self.reference].of(gradient)
-            self.clip = stats.measure([gradient])[0, 0]
+    def note_versions(self) -> None:
+        """Remembers at an end of backward what the gradients are, without a look at their values."""
+        self._versions = self._versions_now()
+
+    def unchanged(self) -> bool:
+        """Whether nobody seems to have changed the gradients since, in a loop that was never seen to."""
+        return bool(self._versions) and self._versions == self._versions_now() and not self.reread.clips
+
+    def _versions_now(self) -> list[int]:
+        reread = self.reread.always + self.reread.sometimes
+        gradients = [gradient for at in reread if (gradient := self.parameters[at].grad) is not None]
+        return [*map(id, gradients), *(gradient._version for gradient in gradients)]
+
+    def share_of(self, clipped: list[int]) -> tuple[tuple[int, ...], Indexes | None]:
+        """Positions of these parameters among those of a clip, given by identity, and where each stands there.
+
+        None for the places where they are the same.
+        """
+        if clipped != self._clip[0]:
+            found = {self.places[one]: at for at, one in enumerate(clipped) if one in self.places}
+            positions = tuple(sorted(found))
+            places = np.array([found[position] for position in positions], dtype=np.intp)
+            same = np.array_equal(places, np.arange(len(clipped)))
+            self._clip = (clipped, positions, None if same else places)
+        return self._clip[1:]
+
+    def whole(self, positions: tuple[int, ...]) -> bool:
+        """Whether every parameter that has a gradient is among these."""
+        if len(positions) == len(self.parameters):
+            return True
+        there = set(positions)
+        return all(parameter.grad is None for at, parameter in enumerate(self.parameters) if at not in there)
+
+    def harvest(self, positions: tuple[int, ...], norms: Values) -> None:
+        """Takes finite norms that a clip has computed, in place of a pass."""
+        self.positions = positions
+        if norms.min() < _SMALLEST_NORM:  # zero, or squares that underflowed
+            tiny = np.flatnonzero(norms < _SMALLEST_NORM).tolist()
+            gradients = [self.parameters[positions[at]].grad for at in tiny]
+            norms = norms.copy()
+            norms[tiny] = stats.measure([gradient for gradient in gradients if gradient is not None])[0]
+        self.block = norms[None]
+
+    def read_again(self, *, thorough: bool, still_scaled: bool) -> None:
+        """Takes a few gradients as the update will use them, from which follows what clipping did."""
+        reread, block = self.reread, self.block
+        if isinstance(block, np.ndarray) and (thorough or not self._usable(reread.always, block)):
+            reread.choose(self.positions, block)
+        wanted = reread.always + reread.sometimes if thorough or reread.uneven else reread.always
+        there = set(self.positions)
+        pairs = [(at, gradient) for at in wanted if at in there and (gradient := self._now(at)) is not None]
+        if pairs:
+            self.references = tuple(at for at, _ in pairs)
+            self.again = stats.measure([gradient for _, gradient in pairs])
+            self.still_scaled = still_scaled
+
+    def _usable(self, references: tuple[int, ...], block: Values) -> bool:
+        norms = [block[0, self.positions.index(at)] for at in references if at in self.positions]
+        return any(0 < norm < np.inf for norm in norms)
+
+    def _now(self, at: int) -> Tensor | None:
+        """This rank's values of one gradient, where it has them."""
+        gradient = self.parameters[at].grad
+        if gradient is None or not self._shares:
+            return gradient
+        return self._shares[at].of(gradient) if self._shares[at].known(gradient) else None
 
     def signature(self) -> Signature:
         """What must be the same in a run that goes on with this one's baselines."""

@@ -1,0 +1,116 @@
+"""When the gradients of an update are measured: at the end of backward, by a clip of ours, or late."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+from torch.amp.grad_scaler import GradScaler
+
+from gradexporter.hooks import scaler
+from gradexporter.hooks.watched import Watched
+from gradexporter.records import Values
+
+_log = logging.getLogger("gradexporter")
+
+
+class Gradients:
+    """Takes each update's gradients once, before anything changes them if that can be had."""
+
+    def __init__(self, signals: dict[str, bool], scaling: GradScaler | None) -> None:
+        """``signals`` says what is available and is kept up to date; ``scaling`` is the scaler if one was passed."""
+        self.seconds = 0.0
+        """What full passes in place of a clip's norms took since it was last set."""
+        self._signals = signals
+        self._scaling = scaler.Scaling(scaling)
+        self._unknown_said = False
+
+    def measure(self, watched: Watched, *, scaled: bool) -> None:
+        """One pass over all gradients as they are now; ``scaled`` if they carry a loss scale, should there be one."""
+        watched.measure_gradients()
+        watched.scaled = scaled
+        if watched.unknown and not self._unknown_said:
+            self._unknown_said = True
+            layers = sorted({watched.plan.layers[owner] for owner in watched.plan.owners[list(watched.unknown)]})
+            _log.warning(
+                "gradexporter: gradients of %d layers (%s first) are not reduced over ranks when the update reads "
+                "them; they are left out, and with them the gradient norm of the model",
+                len(layers),
+                layers[0],
+            )
+
+    def backward_ended(self, watched: Watched) -> None:
+        """Measures, unless another backward or a clip of ours is expected, or the loop divides by a scale itself."""
+        watched.clip_came = False
+        too_soon = watched.backwards < watched.expected_backwards and watched.backwards not in watched.early
+        if too_soon or watched.clip_comes or watched.reread.constant:
+            watched.block = None
+            watched.note_versions()
+        else:
+            self.measure(watched, scaled=True)
+
+    def clip_begins(self, watched: Watched, parameters: list[int], norms: Values | None, *, full: bool) -> None:
+        """A clip of ours is about to scale; ``parameters`` by identity, ``full`` if more than norms is wanted."""
+        positions, places = watched.share_of(parameters)
+        if not positions:
+            return
+        serves = norms is not None and watched.harvests and watched.whole(positions)
+        if serves:
+            watched.clip_came = True
+        if watched.block is not None:
+            return
+        scaled = not self._scaling.unscaled(watched)
+        if norms is None or not serves or full:
+            began = time.perf_counter()
+            self.measure(watched, scaled=scaled)
+            self.seconds += time.perf_counter() - began
+        else:
+            watched.harvest(positions, norms if places is None else norms[places])
+            watched.scaled = scaled
+
+    def unscaling(self, watched: Watched, scaling: GradScaler, optimizer: Any) -> None:
+        """A scaler is about to divide the gradients by its scale; whoever clips does it after that."""
+        self._scaling.heard(scaling, watched, optimizer)
+        watched.scale = scaler.scale_of(scaling)
+        if watched.block is None and not watched.clip_comes:
+            self.measure(watched, scaled=True)
+
+    def scaler_steps(self, watched: Watched, scaling: GradScaler, optimizer: Any) -> None:
+        """A scaler is about to look at the gradients; on a step that it skips no hook of the optimizer's fires."""
+        self._scaling.heard(scaling, watched, optimizer)
+        watched.scale = scaler.scale_of(scaling)
+        self._signals["loss_scale"] = True
+        if watched.block is None:
+            self._late(watched, scaled=not self._scaling.unscaled(watched))
+
+    def update_begins(self, watched: Watched, *, still_scaled: bool, thorough: bool) -> None:
+        """The parameters are about to change; ``still_scaled`` if the optimizer divides by the scale itself."""
+        if watched.scale is None and self._scaling.waits(watched):
+            self._signals["loss_scale"] = False  # scaled, and stepped without its scaler
+        if watched.block is None:
+            self._late(watched, scaled=still_scaled)
+        else:
+            self._read_again(watched, still_scaled, thorough)
+
+    def closure_ended(self, watched: Watched, *, thorough: bool) -> None:
+        """An update with its backward inside is over; the gradients are still those of the last evaluation."""
+        if watched.block is None:
+            self._late(watched, scaled=False)
+        else:
+            self._read_again(watched, False, thorough)
+
+    def _read_again(self, watched: Watched, still_scaled: bool, thorough: bool) -> None:
+        if watched.before_clipping:
+            watched.read_again(thorough=thorough, still_scaled=still_scaled)
+            self._signals["pre_clip"] = True
+
+    def _late(self, watched: Watched, *, scaled: bool) -> None:
+        """Measures what nothing has measured yet, perhaps after it was clipped."""
+        self.measure(watched, scaled=scaled)
+        watched.before_clipping = watched.unchanged() and not watched.clip_comes
+        self._signals["pre_clip"] = watched.before_clipping
+        if watched.reread.constant:
+            self._signals["loss_scale"] = False
+        elif not watched.before_clipping and not watched.clip_comes:
+            watched.early.add(watched.backwards)
