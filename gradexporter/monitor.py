@@ -30,7 +30,7 @@ from gradexporter.hooks.shares import optimized_by
 from gradexporter.judge import Judge
 from gradexporter.ranks import Reduction, agreed
 from gradexporter.records import Finding, Snapshot, State, StepReport
-from gradexporter.resume import Past, ResumeError
+from gradexporter.resume import Past, ResumeError, together
 from gradexporter.sinks.prometheus import Endpoint, EndpointError
 from gradexporter.worker import Worker
 
@@ -301,6 +301,7 @@ class Monitor:
         if self._parts is None or self._closed:
             return self._final
         with self._parts.fence.guarding("resume"):
+            self._parts.capture.look()
             self._parts.capture.seal()
             return self._state(self._parts)
         return {}
@@ -328,6 +329,9 @@ class Monitor:
             return False
         parts = self._parts
         with parts.fence.guarding("resume"):
+            parts.capture.look()
+            if together(state):
+                parts.capture.merge()
             try:
                 past = Past.from_state_dict(state, parts.capture.signatures(), parts.config.judge)
             except ResumeError as error:

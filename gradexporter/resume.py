@@ -46,7 +46,8 @@ class Past:
             "timestamp": self.timestamp,
             "optimizers": [
                 {"kind": own.kind, "layers": dict(own.layers), "judge": judge.state_dict()}
-                for own, judge in zip(signatures, self.judges, strict=True)
+                # Optimizers that update together need the first judge alone.
+                for own, judge in zip(signatures, self.judges[: len(signatures)], strict=True)
             ],
             "checkpoints": list(self.checkpoints),
             "cadence": {"first": self.first, "armed_until": self.armed_until},
@@ -77,6 +78,12 @@ class Past:
             raise
         except Exception as error:
             raise ResumeError(f"the saved state is damaged: {error!r}") from error
+
+
+def together(state: object) -> bool:
+    """Whether the optimizers of the saved run made one update together, which this run has yet to find out."""
+    saved = state.get("optimizers") if isinstance(state, Mapping) else None
+    return isinstance(saved, list) and [one.get("kind") for one in saved if isinstance(one, Mapping)] == ["Together"]
 
 
 def _judge(state: Mapping[str, Any], config: JudgeConfig) -> Judge:

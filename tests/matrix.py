@@ -79,12 +79,43 @@ LOOPS: dict[str, Loop] = {
         "what exists; tied weights once, under the first name",
         "a gradient that is None is absent, not 0",
     ),
+    "autograd": Loop(
+        "`autograd.grad(create_graph=True)` in the forward, double backward, retained graphs, several losses, MAML, "
+        "own `Function`s, hooks that change gradients",
+        "one step, with the gradient that the update uses",
+    ),
+    "per sample": Loop(
+        "gradients of single samples (`vmap` over `grad`), gradients written to `.grad`",
+        "the gradient at the update",
+        "activations, which have no value under a transform; `pre_clip` is 0",
+    ),
+    "replaced": Loop(
+        "layers frozen, unfrozen, added; parameters of another dtype, replaced, materialised from meta",
+        "from the next step on; the gradient at once",
+    ),
+    "modules": Loop(
+        "parametrizations, `ParameterList`, buffers alone",
+        "each parameter under the module that holds it",
+        "activation of a module whose forward never runs",
+    ),
+    "calls": Loop(
+        "one layer called hundreds of times in a step",
+        "statistics of the first 16 calls; 256, then every 16th, are checked for values that are not finite",
+    ),
+    "threads": Loop(
+        "loops in threads, forward in a pool, backward in another thread, Hogwild",
+        "each model apart; no fault",
+        "threads that update one model at once are not told apart",
+    ),
     "outputs": Loop(
         "outputs in dicts, tuples, dataclasses, None; modules called several times a step",
-        "all floating tensors of the first 16 calls together; 256, then every 16th, are checked for non-finite values",
+        "all floating tensors of all calls together",
+        "what lies in objects of other classes, in generators and functions: to look would be to compute",
     ),
-    "dtypes": Loop("bf16 and fp16", "widened before squaring; headroom against the right maximum"),
-    "overflow": Loop("finite elements whose norm overflows float32", "the finite norm"),
+    "dtypes": Loop(
+        "bf16, fp16, fp8, int8, float64, autocast", "widened before squaring; headroom against the right maximum"
+    ),
+    "overflow": Loop("finite elements whose norm overflows float32", "the finite norm, and `overflow_imminent`"),
     "fsdp": Loop(
         "FSDP2 `fully_shard`, FSDP1 (views or flat parameters), HSDP",
         "this rank's share; squares over ranks add up to the norm of one process; layers of the bare model",

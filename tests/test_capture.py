@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from gradexporter.monitor import Monitor
-from gradexporter.records import LayerStats, StepReport
+from gradexporter.records import FindingKind, LayerStats, StepReport
 
 
 def net() -> nn.Sequential:
@@ -300,6 +300,8 @@ def test_a_norm_that_would_overflow_float32_is_finite(watch: Callable[..., Monit
 
     assert report.gradient_norm == pytest.approx(1e25 * math.sqrt(5), rel=1e-5)
     assert report.nonfinite["gradient"] == 0
+    assert FindingKind.OVERFLOW_IMMINENT in {finding.kind for finding in report.findings}
+    assert FindingKind.NONFINITE not in {finding.kind for finding in report.findings}
 
 
 def test_a_norm_whose_squares_underflow_is_not_zero(watch: Callable[..., Monitor]) -> None:

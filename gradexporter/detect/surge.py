@@ -8,10 +8,11 @@ from __future__ import annotations
 import math
 
 from gradexporter.config import JudgeConfig
+from gradexporter.detect.headroom import is_size
 from gradexporter.detect.nonfinite import first_nonfinite
 from gradexporter.detect.progress import Smooth
 from gradexporter.detect.step import BATCH, NEVER, Episode, Step
-from gradexporter.records import Finding, FindingKind, Quantity, Severity
+from gradexporter.records import FLOAT32_MAX, Finding, FindingKind, Quantity, Severity
 
 
 class Nonfinite:
@@ -25,7 +26,10 @@ class Nonfinite:
 
 
 class OverflowImminent:
-    """A value within a decade of its dtype's maximum that rose there, or within a factor of two of it."""
+    """A value within a decade of its dtype's maximum that rose there, or within a factor of two of it.
+
+    Or a gradient whose norm is within a decade of what has a square in float32: clipping and second moments take it.
+    """
 
     def __init__(self, config: JudgeConfig) -> None:
         self._config = config
@@ -42,7 +46,7 @@ class OverflowImminent:
             )
         ]
         if not near:
-            return None
+            return self._square(step)
         worst = min(near, key=lambda headroom: headroom.decades)
         baseline = step.baselines.usual(worst.series) if worst.series in _WITH_BASELINE and not worst.layer else None
         return step.finding(
@@ -52,6 +56,13 @@ class OverflowImminent:
             value=worst.value,
             baseline=baseline,
         )
+
+    def _square(self, step: Step) -> Finding | None:
+        norm, most = step.report.gradient_norm, max(step.report.dtype_max, FLOAT32_MAX)
+        if not is_size(norm) or math.log10(norm) < math.log10(most) / 2 - self._config.overflow_decades:
+            return None
+        layer = step.largest("gradient_norm")
+        return step.finding(FindingKind.OVERFLOW_IMMINENT, Quantity.GRADIENT, layer=layer, value=norm)
 
 
 _WITH_BASELINE = ("activation_max_abs", "momentum_max_abs", "second_moment_max_abs", "parameter_max_abs")

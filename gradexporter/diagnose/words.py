@@ -7,7 +7,7 @@ import math
 from gradexporter.detect import Step, ratio
 from gradexporter.diagnose.incident import AT_ONCE, Incident
 from gradexporter.diagnose.trail import Trail
-from gradexporter.records import Finding, FindingKind, Quantity
+from gradexporter.records import FLOAT32_MAX, Finding, FindingKind, Quantity
 
 _NAMES = {
     "loss": "loss",
@@ -91,6 +91,7 @@ def finding_evidence(finding: Finding) -> str:
     """A finding with its figures, as one sentence."""
     layer = f"layer {finding.layer}" if finding.layer else "the model"
     value = "unknown" if finding.value is None else size(finding.value)
+    in_range = finding.value is not None and finding.value < FLOAT32_MAX / 10
     usual = ""
     if finding.ratio is not None and finding.baseline is not None:
         usual = f", {size(finding.ratio)} times its usual {size(finding.baseline)}"
@@ -104,6 +105,8 @@ def finding_evidence(finding: Finding) -> str:
             return f"{at}gradient norm {value}{usual}{most}."
         case FindingKind.GRADIENT_GROWTH:
             return f"{at}the smoothed gradient norm has risen to {value}{usual}, and the loss rises with it."
+        case FindingKind.OVERFLOW_IMMINENT if finding.quantity is Quantity.GRADIENT and in_range:
+            return f"{at}gradient norm {value}, the square of which float32 can hardly hold."
         case FindingKind.OVERFLOW_IMMINENT:
             return f"{at}largest {quantity} {value}{usual}, within a decade of what its dtype can hold."
         case FindingKind.SCALE_COLLAPSE:

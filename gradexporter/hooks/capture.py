@@ -187,6 +187,13 @@ class Capture:
     def _hold(self, handle: Any) -> None:
         self._handles.append(handle)
 
+    def merge(self) -> None:
+        """From now on the steps of all optimizers are parts of one update; a second call does nothing."""
+        if isinstance(self._optimizers[0], Together):
+            return
+        self._optimizers = [Together(self._optimizers)]
+        self._survey_again()
+
     def _survey_again(self) -> None:
         """A parameter joined or left a group: the layers are found anew."""
         assert self._model is not None
@@ -243,15 +250,13 @@ class Capture:
 
     def layer_output(self, layer: int, output: Any) -> None:
         """One layer has returned ``output``."""
-        if not self.alive or valueless():
+        if self._outputs.passed_over(layer) or not self.alive or valueless():
             return
         if torch._C._current_graph_task_id() != -1:
             # Inside a backward a checkpointed forward is computed again: measured then if it was not before.
             if self._outputs.seen(layer) or not torch.is_grad_enabled():
                 return
         elif not self._measures():
-            return
-        if not self._outputs.due(layer):
             return
         began = time.perf_counter()
         try:
@@ -386,8 +391,7 @@ class Capture:
     def _step_within_backward(self, index: int, optimizer: Any) -> None:
         """An update in the hooks of its gradients: all steps within one backward are one update."""
         if not isinstance(self._optimizers[0], Together):
-            self._optimizers = [Together(self._optimizers)]
-            self._survey_again()
+            self.merge()
             hook = self._watched[0].accumulated
             if hook is not None:
                 hook.began(optimizer.param_groups[0]["params"][0])

@@ -35,14 +35,20 @@ class Outputs:
         """Whether the layer has returned something in this step."""
         return self._order[layer] >= 0
 
-    def due(self, layer: int) -> bool:
-        """Whether this call of the layer is looked at: what a step costs is bounded, however often a layer runs."""
-        calls = self._calls[layer] = self._calls[layer] + 1
-        return calls <= CHECKED_CALLS or not calls % 16
+    def passed_over(self, layer: int) -> bool:
+        """Whether this call of a layer is not looked at: what a step costs is bounded, however often a layer runs."""
+        calls = self._calls[layer]
+        if calls < CHECKED_CALLS:
+            return False
+        self._calls[layer] = calls + 1
+        return calls % 16 != 0
 
     def add(self, layer: int, output: Any, *, full: bool) -> None:
         """Measures what a layer returned; a plain sentinel when not ``full`` or called often."""
-        full = full and self._calls[layer] <= MEASURED_CALLS
+        calls = self._calls[layer]
+        if calls < CHECKED_CALLS:
+            self._calls[layer] = calls + 1
+        full = full and calls < MEASURED_CALLS
         if type(output) is Tensor and output.dtype in stats.ORDINARY_DTYPES and output.device.type != "meta":
             self._add(layer, output.detach(), full)  # nearly always
         else:
