@@ -30,7 +30,7 @@ from gradexporter.hooks.layers import find_layers
 from gradexporter.hooks.optimizers import Together, announcers, rates_of
 from gradexporter.hooks.outputs import Outputs
 from gradexporter.hooks.restart import Restart
-from gradexporter.hooks.shares import find_sharding
+from gradexporter.hooks.shares import find_sharding, optimized_by
 from gradexporter.hooks.unannounced import Lookout, Sight
 from gradexporter.hooks.watched import Watched, held_by
 from gradexporter.readback import Number, Pending, closed_on, pack
@@ -205,9 +205,13 @@ class Capture:
 
     def entering(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """The watched model is about to run."""
-        if module.training and torch.is_grad_enabled() and self._sight.lost():
+        if module.training and torch.is_grad_enabled() and self._sight.lost(self._replaced):
             self.signals["gradient"] = False
         self._enter(module, args, kwargs)
+
+    def _replaced(self) -> bool:
+        held = {identity for watched in self._watched for identity in watched.held}
+        return self._model is not None and bool(held) and held.isdisjoint(optimized_by(self._model))
 
     @fenced
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:

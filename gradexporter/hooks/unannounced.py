@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -163,11 +163,21 @@ class Sight:
         """A gradient of the model's own parameters was seen."""
         self._forwards = None
 
-    def lost(self) -> bool:
-        """Counts a training forward; true, and in the log, at the one from which on it must be said."""
+    def lost(self, replaced: Callable[[], bool]) -> bool:
+        """Counts a training forward; true, and in the log, at the one from which on it must be said.
+
+        ``replaced`` says whether the model has none of the parameters left that it had when it was watched.
+        """
         if self._forwards is None:
             return False
         self._forwards += 1
+        if self._forwards == 1 and replaced():
+            _log.warning(
+                "gradexporter: the model has none of the parameters that the optimizer given to watch() holds: it was "
+                "sharded, wrapped or moved afterwards, and no step of it can be seen; call watch() on the wrapped "
+                "model, with the optimizer that was built from it"
+            )
+            return True
         if self._forwards != BLIND_FORWARDS:
             return False
         _log.warning(
