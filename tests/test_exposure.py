@@ -76,6 +76,18 @@ def test_beyond_the_budget_the_worst_stay_named_and_all_are_in_a_block() -> None
     assert view.series_dropped == (5000 - (len(view.layers.names) - 10)) * LAYER_FAMILIES
 
 
+@pytest.mark.parametrize(("norms", "asked", "named"), [("share", True, 3), ("share", False, 0), ("global", True, 0)])
+def test_a_healthy_rank_above_0_names_the_layers_of_a_share_that_was_asked_for(
+    norms: str, asked: bool, named: int
+) -> None:
+    tally = Tally(Identity(run_id="r", rank=1), clock=lambda: 100.0)
+    report = StepReport(step=1, state=State.HEALTHY, layers=LayerTable.from_rows(rows(3)))
+
+    view = Exposure(2000).view(tally.add(report, SelfStats(norms=norms, layer_shares=asked)))
+
+    assert len(view.layers.names) == named
+
+
 def test_noise_does_not_change_who_is_named() -> None:
     """Named by noise, every layer would be named in turn, and each is a dozen new series."""
     random = np.random.default_rng(1)

@@ -354,3 +354,13 @@ def test_publishing_a_step_costs_the_same_for_ten_times_the_layers(tally: Tally)
         return min(spent)
 
     assert seconds(3000) < 4 * seconds(300)
+
+
+def test_the_aligned_norm_is_that_of_the_last_step_that_aligned_every_divides() -> None:
+    tally = Tally(Identity(run_id="r"), FakeClock(), aligned_every=3)
+    seen = []
+    for step, norm in enumerate([1.0, 2.0, math.nan, 4.0, 5.0, None, 7.0], start=1):
+        snapshot = tally.add(StepReport(step=step, gradient_norm=norm), SelfStats())
+        seen.append((snapshot.aligned_step, str(snapshot.aligned_gradient_norm)))
+
+    assert seen == [(None, "None")] * 2 + [(3, "nan")] * 3 + [(6, "None")] * 2
