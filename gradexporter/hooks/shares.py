@@ -94,6 +94,8 @@ class Sharding:
         """Whether any parameter lies on this rank in part only, so that norms are those of a share."""
         self.accumulators: dict[int, nn.Parameter] = {}
         """What autograd accumulates into in place of a parameter that is a view."""
+        self.offloaded: set[int] = set()
+        """Parameters whose gradients go to main memory behind the backward: FSDP2 waits for those that have a hook."""
         self.sharded: dict[tuple[int, str], nn.Parameter] = {}
         """What the optimizer holds, by module and name, where the module may show a gathered parameter."""
         self._held: dict[int, list[Held]] = {}
@@ -162,6 +164,8 @@ class Sharding:
                 (info.module, info.param_name),
                 *zip(info.shared_modules, info.shared_param_names, strict=True),
             ]
+            if parameter.offload_to_cpu and parameter.pin_memory:
+                self.offloaded.add(id(parameter.sharded_param))
             self.sharded.update({(id(place), name): parameter.sharded_param for place, name in places})
 
     def add_copies(self, replicas: int) -> None:

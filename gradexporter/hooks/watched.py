@@ -63,6 +63,7 @@ class Watched:
         self._leftovers = leftovers
         self._partial = sharding is not None and sharding.partial
         self._accumulators = {} if sharding is None else sharding.accumulators
+        self._offloaded = frozenset[int]() if sharding is None else frozenset(sharding.offloaded)
         self.block: stats.Block | None = None
         """Gradient statistics of the step being built; a later end of backward replaces them."""
         self.positions: tuple[int, ...] = ()
@@ -160,8 +161,14 @@ class Watched:
 
     @property
     def accumulators(self) -> list[nn.Parameter]:
-        """What autograd accumulates the gradients into; where parameters are views, the one that they are views of."""
+        """What autograd accumulates the gradients into; where parameters are views, the one that they are views of.
+
+        One alone of those whose gradients leave the device behind the backward: each with a hook is waited for.
+        """
         into = [self._accumulators.get(id(parameter), parameter) for parameter in self.parameters]
+        leaving = [parameter for parameter in into if id(parameter) in self._offloaded and parameter.requires_grad]
+        kept = min(leaving, key=lambda parameter: parameter.numel(), default=None)
+        into = [parameter for parameter in into if parameter is kept or id(parameter) not in self._offloaded]
         return list({id(parameter): parameter for parameter in into}.values())
 
     def measure_gradients(self) -> None:

@@ -86,6 +86,20 @@ def test_a_model_that_is_sharded_after_watch_is_told_of_once(two_ranks: Ranks) -
         assert "call watch() on the wrapped model" in line
 
 
+def offloaded() -> int:
+    model = fsdp2(net())
+    for module in (model, *model.blocks):
+        for group in module._get_fsdp_state()._fsdp_param_groups:
+            for parameter in group.fsdp_params:
+                parameter.offload_to_cpu = parameter.pin_memory = True  # as CPUOffloadPolicy does beside a GPU
+    with watching(model, OPTIMIZERS["sgd"](model.parameters())):
+        return sum(len(parameter._post_accumulate_grad_hooks or {}) for parameter in model.parameters())
+
+
+def test_of_gradients_that_are_offloaded_behind_the_backward_one_is_waited_for(two_ranks: Ranks) -> None:
+    assert two_ranks.run(offloaded) == [1, 1]
+
+
 # -- accumulation ---------------------------------------------------------------------------------------
 
 
