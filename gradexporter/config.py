@@ -261,6 +261,9 @@ class Config:
     """Steps between activation rms, maximum and zero ratio; None lets the budget decide (1, 2, 5 or 10)."""
     state_every: int | None = None
     """Steps between parameter, update and optimizer state statistics; None lets the budget decide."""
+    kernels: str = "auto"
+    """``stock``: torch operations; ``native``: kernels compiled on this machine, and Triton's on CUDA; ``auto``: those
+    compiled on this machine where it has a C compiler. The first watch compiles them once, beside training."""
     overhead_budget: float = 0.02
     """Share of the step time that sampled statistics may take, beyond what runs at every step."""
     max_series: int = 2000
@@ -290,6 +293,7 @@ class Config:
             _check(0 <= self.port <= 65535, "port", self.port, "give 1 to 65535, or 0 for any free port")
         _check(bool(self.host), "host", self.host, "give an address such as 127.0.0.1, or 0.0.0.0 for all")
         _check(self.activations in ("layers", "all"), "activations", self.activations, "give 'layers' or 'all'")
+        _check(self.kernels in ("auto", "stock", "native"), "kernels", self.kernels, "give 'auto', 'stock' or 'native'")
         for name in ("run_id", "attempt"):
             _check(getattr(self, name) != "", name, "", "give a name, or None to take it from the launcher")
         advice = "steps count from 1; give 1 for a new run, the last finished step plus one for a resumed one"
@@ -437,6 +441,7 @@ _SCALARS: dict[str, tuple[type | tuple[type, ...], str, Callable[[str], Any] | N
     "activations": (str, "'layers' or 'all'", str),
     "activation_every": ((int, type(None)), "a whole number of steps", _read_int),
     "state_every": ((int, type(None)), "a whole number of steps", _read_int),
+    "kernels": (str, "'auto', 'stock' or 'native'", str),
     "overhead_budget": ((int, float), "a share such as 0.02", _read_float),
     "max_series": (int, "a whole number", _read_int),
     "aligned_every": (int, "a whole number of steps", _read_int),

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import CodeType
 
-PARTS = ("hooks", "observe", "readback", "judge", "publish", "endpoint", "resume", "close")
+PARTS = ("hooks", "observe", "readback", "judge", "publish", "endpoint", "resume", "kernels", "close")
 """Where a fault of ours can happen; each has its series from the start."""
 
 _log = logging.getLogger("gradexporter")

@@ -32,6 +32,7 @@ from gradexporter.ranks import Reduction, agreed
 from gradexporter.records import Finding, Snapshot, State, StepReport
 from gradexporter.resume import Past, ResumeError, together
 from gradexporter.sinks.prometheus import Endpoint, EndpointError
+from gradexporter.stats import kernels
 from gradexporter.worker import Worker
 
 CLOSE_SECONDS = 5.0
@@ -200,6 +201,7 @@ class _Parts:
                 "norms": live.norms if live and not (reduction and reduction.alive) else "global",
                 "layer_shares": config.layer_shares,
                 "signal_available": signals,
+                "kernels": kernels.process.in_use(),
             }
 
         def idle() -> None:

@@ -357,6 +357,8 @@ class SelfStats:
     layer_shares: bool = False
     """Whether a rank with a share names its layers even while it is healthy."""
     signal_available: Mapping[str, bool] = field(default_factory=dict)
+    kernels: Mapping[str, str] = field(default_factory=dict)
+    """What reduces tensors, by type of device: ``stock`` or ``native``."""
     failures: Mapping[str, int] = field(default_factory=dict)
 
 

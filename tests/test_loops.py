@@ -88,7 +88,7 @@ def test_checkpointed_layers_are_measured_once(watch: Callable[..., Monitor], re
 def test_of_accumulated_backwards_one_is_measured_once_their_number_is_known(watch: Callable[..., Monitor]) -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    monitor = watch(model, optimizer, activation_every=1000, state_every=1000)
+    monitor = watch(model, optimizer, activation_every=1000, state_every=1000, kernels="stock")  # whose calls show
 
     def update(backwards: int) -> tuple[float, int]:
         optimizer.zero_grad()

@@ -71,6 +71,7 @@ class Capture:
         self._model: nn.Module | None = model
         self._optimizers = list(optimizers)
         self._parameterless = config.activations == "all"
+        self._kernels = config.kernels
         self._cadence = cadence
         self._submit = submit
         self._phase = phase
@@ -159,6 +160,7 @@ class Capture:
                     self._hold(one.register_step_post_hook(functools.partial(_after, me, index)))
             scaler.listen(self)
             clipping.listen(self)
+            stats.kernels.process.ask(self, self._kernels, self.fence.record)
         except BaseException:
             self.detach()
             raise
@@ -173,6 +175,7 @@ class Capture:
         self.alive = False
         scaler.unlisten(self)
         clipping.unlisten(self)
+        stats.kernels.process.unask(self)
         self._layer_hooks.detach()
         while self._handles:
             self._handles.pop().remove()

@@ -62,9 +62,7 @@ class Outputs:
             return
         accumulator = self._accumulators.get(tensor.device)
         if accumulator is None:
-            on_host = tensor.device.type == "cpu"
-            size = len(self._order)
-            accumulator = stats.host.Accumulator(size) if on_host else stats.device.Accumulator(size, tensor.device)
+            accumulator = stats.accumulator(len(self._order), tensor.device)
             self._accumulators[tensor.device] = accumulator
         self._dtypes[layer] = tensor.dtype
         accumulator.add(layer, tensor, full=full)

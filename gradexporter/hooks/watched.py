@@ -94,6 +94,8 @@ class Watched:
         self.still_scaled = False
         self.found_inf: Tensor | None = None
         self.rates: list[Number] = []
+        self._rebuilt: tuple[tuple[int, ...], stats.Block] | None = None
+        """Updates that a pass over the whole state has told already."""
         self._arrange()
         self.changes = Changes(self.parameters) if isinstance(optimizer, ByHand) else None
 
@@ -305,6 +307,12 @@ class Watched:
 
     def close_state(self, pending: Pending) -> None:
         """Takes parameters and optimizer state after the update into a closing step."""
+        whole = None if self._shares else stats.adam_state(self.optimizer, self.parameters)
+        if whole is not None:
+            self._rebuilt = whole.updates
+            pending.blocks |= whole.blocks
+            pending.moments = dict.fromkeys(("momentum", "second_moment"), whole.holders)
+            return
         parameters = self._local(self.parameters)
         if parameters is None:
             return
@@ -328,7 +336,8 @@ class Watched:
         if self._shares:
             rebuilt = self._share_updates()
         else:
-            rebuilt = stats.update_norms(self.optimizer, self.parameters)
+            rebuilt = self._rebuilt or stats.update_norms(self.optimizer, self.parameters)
+            self._rebuilt = None
         if rebuilt is not None:
             pending.updates, pending.blocks["updates"] = rebuilt
         return rebuilt is not None

@@ -468,6 +468,14 @@ SIGNAL_AVAILABLE = gauge(
     lambda view: [((signal,), float(there)) for signal, there in view.snapshot.itself.signal_available.items()],
     "signal",
 )
+KERNELS_INFO = gauge(
+    SELF,
+    "kernels_info",
+    "1, with what reduces this rank's tensors on each type of device: stock torch operations or native kernels.",
+    lambda view: [(pair, 1.0) for pair in view.snapshot.itself.kernels.items()],
+    "device",
+    "backend",
+)
 FAILURES_TOTAL = counter(
     SELF,
     "failures",

@@ -1,7 +1,8 @@
 """Reductions of tensors to a few numbers: norm, maximum, non-finite count.
 
 ``host`` reduces tensors in main memory and may look at a result to choose what to do next; ``device``
-reduces on an accelerator and never asks for one. Every result is a float64 array of shape
+reduces on an accelerator and never asks for one. ``native`` takes the place of ``host`` where the machine's
+compiler has built ``kernels.c``, which ``kernels`` decides. Every result is a float64 array of shape
 ``(rows, tensors)``, on the host or still on the device. The L2 norm of finite values is finite: a sum of
 squares that leaves the range of float32 is taken again in float64.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from gradexporter.records import Values
-from gradexporter.stats import device, host
+from gradexporter.stats import device, host, native
+from gradexporter.stats import kernels as kernels
 
 Block = Values | Tensor
 """A result: a numpy array, or a float64 tensor that read-back brings to the host."""
@@ -58,6 +61,10 @@ def measure(tensors: Sequence[Tensor], layout: host.Layout | None = None, *, nor
     ``tensors`` are not empty and have at least one element each. A block of tensors on one accelerator stays
     there. ``layout`` is the ``host.Layout`` of lists with these shapes; ``norms=False`` skips the first row.
     """
+    if native.current is not None:
+        measured = native.current.measure(tensors, norms=norms)
+        if measured is not None:
+            return measured
     # One pass of C for each question: asking 800 tensors one by one costs more than reducing them.
     ordinary = _ORDINARY_TYPES.issuperset(map(type, tensors)) and ORDINARY_DTYPES.issuperset(map(_dtype, tensors))
     if not ordinary or set(map(_layout, tensors)) != {torch.strided}:
@@ -72,6 +79,11 @@ def measure(tensors: Sequence[Tensor], layout: host.Layout | None = None, *, nor
     if len(devices) > 1:
         tensors = [tensor.to(home, non_blocking=True) for tensor in tensors]
     return device.measure(tensors)
+
+
+def accumulator(layers: int, place: torch.device) -> host.Accumulator | device.Accumulator:
+    """For the outputs of all layers on one device."""
+    return native.Accumulator(layers) if place.type == "cpu" else device.Accumulator(layers, place)
 
 
 def extremes(blocks: Sequence[Block]) -> tuple[float | Tensor, float | Tensor]:
@@ -110,11 +122,8 @@ def rebuilt_norms(
     params: Sequence[Any],
 ) -> tuple[tuple[int, ...], Block] | None:
     """``update_norms`` of an optimizer of this class, from its state and its groups."""
-    step = getattr(optimizer, "step", None)
-    if not str(getattr(step, "__module__", "")).startswith("torch.optim"):
-        return None  # its name may be that of one of torch, its update is not
-    kind = {cls.__name__ for cls in optimizer.__mro__}
-    rebuild = _sgd_norms if "SGD" in kind else _adam_norms if kind & {"Adam", "AdamW"} else None
+    kind = _kind(optimizer)
+    rebuild = _sgd_norms if kind == "sgd" else _adam_norms if kind == "adam" else None
     if rebuild is None:
         return None
     position = {id(param): at for at, param in enumerate(params)}
@@ -127,6 +136,70 @@ def rebuilt_norms(
             positions += [position[id(param)] for param in members]
             blocks.append(_times(block, group["lr"]))
     return (tuple(positions), side_by_side(blocks)) if blocks else None
+
+
+def _kind(optimizer: type[torch.optim.Optimizer]) -> str | None:
+    step = getattr(optimizer, "step", None)
+    if not str(getattr(step, "__module__", "")).startswith("torch.optim"):
+        return None  # its name may be that of one of torch, its update is not
+    names = {cls.__name__ for cls in optimizer.__mro__}
+    return "sgd" if "SGD" in names else "adam" if names & {"Adam", "AdamW"} else None
+
+
+@dataclass(frozen=True, slots=True)
+class AdamState:
+    """Parameters, moments and updates of one optimizer, from one pass over all of them."""
+
+    blocks: dict[str, Block]
+    """``parameters`` in the order that they were given; ``momentum`` and ``second_moment`` as ``holders`` says."""
+    holders: tuple[int, ...]
+    """Positions of the parameters that have moments."""
+    updates: tuple[tuple[int, ...], Block] | None
+    """As ``update_norms`` returns them."""
+
+
+def adam_state(optimizer: torch.optim.Optimizer, params: Sequence[Tensor]) -> AdamState | None:
+    """What ``measure``, ``state_lists`` and ``update_norms`` tell of an Adam in main memory, from a single pass.
+
+    None where only those can: another optimizer, another device, no native kernels, an unusual state.
+    """
+    library = native.current
+    if library is None or _kind(type(optimizer)) != "adam":
+        return None
+    position = {id(param): at for at, param in enumerate(params)}
+    whole = np.empty((10, len(params)))
+    alone = set(range(len(params)))
+    moved: list[int] = []
+    updates: list[Block] = []
+    for group in optimizer.param_groups:
+        members = [(param, optimizer.state.get(param)) for param in group["params"] if id(param) in position]
+        stateful = [(param, state) for param, state in members if state]
+        if any(param.grad is not None and not state for param, state in members):
+            return None
+        if not stateful:
+            continue
+        block = library.adam([state for _, state in stateful], group, [param for param, _ in stateful])
+        if block is None:
+            return None
+        places = [position[id(param)] for param, _ in stateful]
+        whole[:, places] = block
+        alone.difference_update(places)
+        fresh = [at for at, (param, _) in enumerate(stateful) if param.grad is not None]
+        moved += [places[at] for at in fresh]
+        updates.append(_times(block[9:, fresh], group["lr"]))
+    holders = tuple(at for at in range(len(params)) if at not in alone)
+    if not holders:
+        return None
+    if alone:  # never had a gradient
+        rest = sorted(alone)
+        measured = measure([params[at] for at in rest])
+        if isinstance(measured, Tensor):
+            return None
+        whole[:3, rest] = measured
+    columns = list(holders)
+    blocks: dict[str, Block] = {"parameters": whole[:3]}
+    blocks |= {"momentum": whole[3:6, columns], "second_moment": whole[6:9, columns]}
+    return AdamState(blocks, holders, (tuple(moved), side_by_side(updates)) if moved else None)
 
 
 def _times(block: Block, rate: float | Tensor) -> Block:

@@ -7,20 +7,50 @@ float64, so that a norm does not overflow before its tensor does.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from gradexporter.stats.layout import gapless
+
+by_triton = False
+"""Whether ``measure`` goes through ``multi_tensor``; set by ``kernels``."""
+
+triton_failed = False
+"""Whether it did once and cannot."""
+
+tell_fault: Callable[[BaseException], None] = lambda error: None  # noqa: E731
+"""Takes what went wrong there, once."""
+
 
 def measure(tensors: Sequence[Tensor]) -> Tensor:
     """L2 norm, largest absolute value, non-finite count of each tensor: float64, shape ``(3, len(tensors))``."""
+    if by_triton:
+        block = _measure_by_triton(tensors)
+        if block is not None:
+            return block
     listed = list(tensors)
     norms = torch.stack([norm.double() for norm in torch._foreach_norm(listed, 2, dtype=torch.float64)])
     largest = torch.stack([norm.double() for norm in torch._foreach_norm(listed, math.inf, dtype=torch.float64)])
     counts = torch.stack([count_nonfinite(tensor) for tensor in listed])
     return torch.stack([norms, largest, counts])
+
+
+def _measure_by_triton(tensors: Sequence[Tensor]) -> Tensor | None:
+    """None where stock operations have to: an unusual layout, or after the first fault."""
+    global by_triton, triton_failed
+    if not all(tensor.is_cuda and gapless(tensor) for tensor in tensors):
+        return None
+    try:
+        from gradexporter.stats import multi_tensor  # Triton is optional, and slow to import
+
+        return multi_tensor.measure(tensors)
+    except Exception as error:
+        by_triton, triton_failed = False, True
+        tell_fault(error)
+        return None
 
 
 def count_nonfinite(tensor: Tensor) -> Tensor:
