@@ -1,4 +1,4 @@
-"""Reductions, the same on both backends and against numpy in float64."""
+"""Reductions, the same on every backend and against numpy in float64."""
 
 from __future__ import annotations
 
@@ -9,23 +9,29 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from torch import Tensor
 
 from gradexporter import stats
-from gradexporter.stats import device, host
+from gradexporter.stats import device, host, native
 
-BACKENDS = [pytest.param(host.measure, id="host"), pytest.param(device.measure, id="device")]
 Measure = Callable[[Sequence[Tensor]], Any]
+
+
+@pytest.fixture(params=["host", "device", "native"])
+def measure(request: pytest.FixtureRequest) -> Measure:
+    if request.param == "native":
+        measure: Measure = request.getfixturevalue("native_kernels").measure
+        return measure
+    return host.measure if request.param == "host" else device.measure
 
 
 def numbers(block: Any) -> np.ndarray:
     return block.numpy() if isinstance(block, Tensor) else block
 
 
-@pytest.mark.parametrize("measure", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 def test_norm_maximum_and_count_are_those_of_float64(measure: Measure, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -38,7 +44,6 @@ def test_norm_maximum_and_count_are_those_of_float64(measure: Measure, dtype: to
     assert counts.tolist() == [0.0] * 4
 
 
-@pytest.mark.parametrize("measure", BACKENDS)
 @pytest.mark.parametrize(
     ("values", "norm", "largest", "count"),
     [
@@ -64,6 +69,7 @@ def test_extreme_values(measure: Measure, values: list[float], norm: float, larg
 finite = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
 
+@settings(deadline=None)
 @given(hnp.arrays(np.float32, st.integers(1, 40), elements=finite))
 def test_the_norm_of_finite_values_is_finite_on_both_backends(values: np.ndarray) -> None:
     tensor = torch.from_numpy(values.copy())
@@ -76,12 +82,19 @@ def test_the_norm_of_finite_values_is_finite_on_both_backends(values: np.ndarray
         assert count == 0
 
 
-def accumulators(layers: int) -> list[Any]:
-    return [host.Accumulator(layers), device.Accumulator(layers, torch.device("cpu"))]
+@pytest.fixture
+def accumulators(native_kernels: Any) -> Callable[[int], list[Any]]:
+    return lambda layers: [
+        host.Accumulator(layers),
+        device.Accumulator(layers, torch.device("cpu")),
+        native.Accumulator(layers),
+    ]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_outputs_add_up_over_calls_on_both_backends(dtype: torch.dtype) -> None:
+def test_outputs_add_up_over_calls_on_every_backend(
+    accumulators: Callable[[int], list[Any]], dtype: torch.dtype
+) -> None:
     first = torch.tensor([0.0, -3.0, 4.0]).to(dtype)
     second = torch.tensor([[12.0, 0.0]]).to(dtype)
     for accumulator in accumulators(2):
@@ -95,7 +108,9 @@ def test_outputs_add_up_over_calls_on_both_backends(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("full", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_the_sentinel_counts_non_finite_elements_and_nothing_else(full: bool, dtype: torch.dtype) -> None:
+def test_the_sentinel_counts_non_finite_elements_and_nothing_else(
+    accumulators: Callable[[int], list[Any]], full: bool, dtype: torch.dtype
+) -> None:
     huge = torch.full((8,), torch.finfo(dtype).max, dtype=dtype)  # finite, though its sum is not
     broken = torch.tensor([1.0, math.nan, math.inf]).to(dtype)
     for accumulator in accumulators(1):
@@ -105,7 +120,9 @@ def test_the_sentinel_counts_non_finite_elements_and_nothing_else(full: bool, dt
         assert numbers(accumulator.take((0,)))[4, 0] == 2
 
 
-def test_an_infinite_output_has_an_infinite_maximum_and_a_nan_one_a_nan() -> None:
+def test_an_infinite_output_has_an_infinite_maximum_and_a_nan_one_a_nan(
+    accumulators: Callable[[int], list[Any]],
+) -> None:
     for accumulator in accumulators(2):
         accumulator.add(0, torch.tensor([math.inf, -math.inf]), full=True)
         accumulator.add(1, torch.tensor([math.inf, math.nan]), full=True)

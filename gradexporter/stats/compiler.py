@@ -16,7 +16,6 @@ import shlex
 import shutil
 import signal
 import stat
-import subprocess
 import sys
 import tempfile
 import threading
@@ -57,21 +56,12 @@ class Build:
 
     def __init__(self) -> None:
         self._stopped = threading.Event()
-        self._running: subprocess.Popen[bytes] | None = None
-
-    @property
-    def stopped(self) -> bool:
-        """Whether nobody waits for the result any more."""
-        return self._stopped.is_set()
 
     def stop(self) -> None:
-        """Ends the compiler if it runs; the thread that waits for it then finds ``Unavailable``."""
+        """Ends the compiler if it runs; whoever waits for the library finds ``Unavailable``."""
         self._stopped.set()
-        running = self._running
-        if running is not None:
-            _kill(running)
 
-    def library(self) -> ctypes.CDLL:
+    def load(self) -> ctypes.CDLL:
         """The library, from the cache or built now; raises ``Unavailable``."""
         command = compiler()
         source = resources.files(__package__).joinpath("kernels.c").read_bytes()
@@ -124,12 +114,15 @@ class Build:
             raise Unavailable("the program handles SIGCHLD itself, and a compiler would be a child that it knows not")
         work = Path(tempfile.mkdtemp(prefix="build-", dir=target.parent))
         try:
-            objects, shared, trial, sealed = (str(work / name) for name in ("k.o", "k.so", "trial", "sealed"))
-            self._run([*command, *FLAGS, "-x", "c", "-c", "-", "-o", objects], work, source)
+            written, objects, shared, trial = (str(work / name) for name in ("k.c", "k.o", "k.so", "trial"))
+            Path(written).write_bytes(source)
+            self._run([*command, *FLAGS, "-c", written, "-o", objects], work)
             self._run([*command, "-shared", objects, "-o", shared, "-lm"], work)
             self._run([*command, objects, "-o", trial, "-lm"], work)
-            self._run([trial], work)
-            content = Path(shared).read_bytes()
+            said = self._run([trial], work)
+            if said != "fine":  # not by its status, which somebody else may have fetched
+                raise Unavailable(f"the library fails its trial run: {said or 'no word from it'}")
+            content, sealed = Path(shared).read_bytes(), work / "sealed"
             with open(os.open(sealed, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
                 file.write(content + hashlib.sha256(content).digest())
             os.replace(sealed, target)
@@ -138,36 +131,50 @@ class Build:
         finally:
             shutil.rmtree(work, ignore_errors=True)
 
-    def _run(self, command: Sequence[str], work: Path, source: bytes = b"") -> None:
-        if self.stopped:
+    def _run(self, command: Sequence[str], work: Path) -> str:
+        """What the command said; raises when it fails, takes too long, or is no longer wanted.
+
+        Without a pipe, of which a child that the user forks meanwhile would hold the other end: subprocess waits
+        on one until that child ends.
+        """
+        if self._stopped.is_set():
             raise Unavailable("stopped")
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            cwd=work,
-            env={**os.environ, "LC_ALL": "C", "TMPDIR": str(work)},
-            start_new_session=True,  # Ctrl-C is not for it
+        said = work / "said"
+        process = os.posix_spawn(
+            command[0],
+            list(command),
+            {**os.environ, "LC_ALL": "C", "TMPDIR": str(work)},
+            file_actions=[
+                (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+                (os.POSIX_SPAWN_OPEN, 1, str(said), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600),
+                (os.POSIX_SPAWN_DUP2, 1, 2),
+            ],
+            setpgroup=0,  # Ctrl-C is not for it
         )
-        self._running = process
-        try:
-            with suppress(OSError):
-                os.setpriority(os.PRIO_PGRP, process.pid, 19)
-            if self.stopped:
-                _kill(process)
-            _, said = process.communicate(source, timeout=COMPILE_SECONDS)
-        except subprocess.TimeoutExpired:
-            _kill(process)
-            process.communicate()
-            raise Unavailable(f"{command[0]} took longer than {COMPILE_SECONDS:.0f} s") from None
-        finally:
-            self._running = None
-        if self.stopped:
-            raise Unavailable("stopped")
-        if process.returncode != 0:
-            lines = said.decode(errors="replace").strip().splitlines()
-            raise Unavailable(f"{command[0]} failed with {process.returncode}: {lines[0] if lines else 'no message'}")
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PGRP, process, 19)
+        until = time.monotonic() + COMPILE_SECONDS
+        while (status := _status(process)) is None:
+            if self._stopped.wait(0.02) or time.monotonic() > until:
+                with suppress(OSError):
+                    os.killpg(process, signal.SIGKILL)
+                with suppress(ChildProcessError):
+                    os.waitpid(process, 0)
+                stopped = self._stopped.is_set()
+                raise Unavailable("stopped" if stopped else f"{command[0]} took longer than {COMPILE_SECONDS:.0f} s")
+        words = said.read_text(errors="replace").strip()
+        if status != 0:
+            raise Unavailable(f"{command[0]} failed with {status}: {words.splitlines()[0] if words else 'no message'}")
+        return words
+
+
+def _status(process: int) -> int | None:
+    """Exit status of a child, negative for a signal; None while it runs, 0 if somebody else fetched it."""
+    try:
+        done, status = os.waitpid(process, os.WNOHANG)
+    except ChildProcessError:
+        return 0
+    return os.waitstatus_to_exitcode(status) if done else None
 
 
 def compiler() -> list[str]:
@@ -247,9 +254,3 @@ def _may_have_children() -> bool:
     """Whether nobody minds a child that ends: no handler of SIGCHLD, or torch's, which knows its own."""
     handler = signal.getsignal(signal.SIGCHLD)
     return handler in (signal.SIG_DFL, signal.SIG_IGN) or str(getattr(handler, "__module__", "")).startswith("torch.")
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    if process.returncode is None:
-        with suppress(OSError):
-            os.killpg(process.pid, signal.SIGKILL)

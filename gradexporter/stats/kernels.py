@@ -101,7 +101,7 @@ class Kernels:
     def _get(self, build: compiler.Build) -> None:
         library, unavailable, fault = None, None, None
         try:
-            library = native.Library(build.library())
+            library = native.Library(build.load())
             native.check(library)
         except compiler.Unavailable as error:
             unavailable = str(error)
