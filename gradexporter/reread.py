@@ -60,6 +60,8 @@ class Reread:
         """Whether anything was ever changed between the end of backward and the update."""
         self.uneven = False
         """Whether clipping was ever seen that is not one factor."""
+        self.rewritten = False
+        """Whether gradients ever became larger, and not all alike: no clipping, the loop makes the gradient itself."""
         self.constant = False
         """Whether a factor other than 1 stays the same while the gradient changes: scaling by hand."""
         self._factor = math.nan
@@ -101,6 +103,7 @@ class Reread:
         low, high = float(factors.min()), float(factors.max())
         if high - low > self._tolerance * high:
             self.clips = self.uneven = True
+            self.rewritten |= 1 + self._tolerance < high < math.inf
             smaller = high <= 1 + self._tolerance and low < 1 - self._tolerance
             return Change(None, smaller)
         norms = now[0][usable[0]] / was[0][usable[0]]

@@ -89,6 +89,11 @@ LOOPS: dict[str, Loop] = {
         "the gradient at the update",
         "activations, which have no value under a transform; `pre_clip` is 0",
     ),
+    "rewritten": Loop(
+        "gradients that the loop makes of several (PCGrad), adds noise to, or writes itself",
+        "the gradient that the update uses, once a part of it was seen to grow after the backward",
+        "what clipping did to it: `pre_clip` is 0",
+    ),
     "replaced": Loop(
         "layers frozen, unfrozen, added; parameters of another dtype, replaced, materialised from meta",
         "from the next step on; the gradient at once",

@@ -230,6 +230,34 @@ def test_gradients_of_single_samples_are_measured_as_the_update_uses_them(watch:
     assert monitor.snapshot.itself.signal_available["activation"] is False
 
 
+@pytest.mark.matrix("rewritten")
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_gradient_that_the_loop_makes_of_several_is_measured_as_it_is_used(watch: Watch, in_place: bool) -> None:
+    model = net()
+    optimizer = sgd(model)
+    monitor = watch(model, optimizer)
+    for step in range(1, 6):
+        kept = []
+        for factor in (1.0, 2.0):
+            optimizer.zero_grad()
+            model(X * factor).square().mean().backward()
+            kept.append([parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None])
+        for parameter, first, second in zip(model.parameters(), *kept, strict=True):
+            if in_place:
+                parameter.grad.copy_(first + second)  # type: ignore[union-attr]
+            else:
+                parameter.grad = first + second
+        norm = reference.norm(parameter.grad for parameter in model.parameters() if parameter.grad is not None)
+        optimizer.step()
+
+        assert reported(monitor).step == step
+        assert reported(monitor).gradient_norm == pytest.approx(norm, rel=1e-5)
+    assert reported(monitor).clip_factor is None
+    assert monitor.snapshot is not None
+    assert monitor.snapshot.clipped_steps == 0
+    assert monitor.snapshot.itself.signal_available["pre_clip"] is False
+
+
 # -- several models and optimizers --------------------------------------------------------------
 
 

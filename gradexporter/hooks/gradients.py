@@ -41,10 +41,11 @@ class Gradients:
             )
 
     def backward_ended(self, watched: Watched) -> None:
-        """Measures, unless another backward or a clip of ours is expected, or the loop divides by a scale itself."""
+        """Measures, unless more is to come: another backward, a clip of ours, or the loop changes gradients itself."""
         watched.clip_came = False
         too_soon = watched.backwards < watched.expected_backwards and watched.backwards not in watched.early
-        if too_soon or watched.clip_comes or watched.reread.constant:
+        reread = watched.reread
+        if too_soon or watched.clip_comes or reread.constant or reread.rewritten:
             watched.block = None
             watched.note_versions()
         else:
@@ -104,6 +105,8 @@ class Gradients:
         if watched.before_clipping:
             watched.read_again(thorough=thorough, still_scaled=still_scaled)
             self._signals["pre_clip"] = True
+            if watched.rewritten():
+                self._late(watched, scaled=still_scaled)
 
     def _late(self, watched: Watched, *, scaled: bool) -> None:
         """Measures what nothing has measured yet, perhaps after it was clipped."""

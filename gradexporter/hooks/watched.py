@@ -287,6 +287,18 @@ class Watched:
             self.again = stats.measure([gradient for _, gradient in pairs])
             self.still_scaled = still_scaled
 
+    def rewritten(self) -> bool:
+        """Whether what was read again is known to be another gradient than the one that a backward left."""
+        if not (isinstance(self.block, np.ndarray) and isinstance(self.again, np.ndarray)) or self.scale is not None:
+            return False  # known to the worker thread alone
+        columns = [self.positions.index(at) for at in self.references]
+        if not any(self.again[0, j] > 1.001 * self.block[0, at] for j, at in enumerate(columns)):
+            return False  # nearly always, and an array would cost more
+        self.reread.change(self.block[:, columns], self.again)
+        if self.reread.rewritten:
+            self.again = None
+        return self.reread.rewritten
+
     def _usable(self, references: tuple[int, ...], block: Values) -> bool:
         norms = [block[0, self.positions.index(at)] for at in references if at in self.positions]
         return any(0 < norm < np.inf for norm in norms)
