@@ -229,9 +229,9 @@ class Capture:
         self._layer_hooks.shelter(module.training)
         self._enter_phase("train" if module.training or self._in_training_forward else "eval")
         if self._in_training_forward:
-            self.seal()
             if not self._sources["input"]:
                 self._measure_range("input", (args, kwargs))
+            self.seal()  # last: from here on the worker wants the interpreter too
 
     def _enter_phase(self, phase: str) -> None:
         if phase != self._phase_now:
@@ -263,11 +263,14 @@ class Capture:
             # Inside a backward a checkpointed forward is computed again: measured then if it was not before.
             if self._outputs.seen(layer) or not torch.is_grad_enabled():
                 return
-        elif not self._measures():
+        elif not (self._in_training_forward or self._measures()):
             return
         began = time.perf_counter()
         try:
-            quietly(self._measure_output, layer, output)
+            if torch._C._len_torch_dispatch_stack():
+                quietly(self._measure_output, layer, output)
+            else:
+                self._measure_output(layer, output)
         except Exception as error:
             self.fence.record("hooks", error)
         finally:
@@ -525,7 +528,7 @@ class Capture:
             ranges = self._ranges[name]
             if len(ranges) >= MOST_PARTS:
                 del ranges[0]
-            ranges.append(stats.measure(tensors))
+            ranges.append(stats.extents(tensors))
 
     def seal(self, older_than: float = 0.0) -> None:
         """Hands the closed step over, if there is one and it closed ``older_than`` seconds ago."""

@@ -13,6 +13,7 @@ from torch import Tensor
 from gradexporter import stats
 from gradexporter.hooks.batch import floating
 from gradexporter.readback import Pending
+from gradexporter.records import Values
 
 MEASURED_CALLS = 16
 """Calls of one layer in one step that are measured in full."""
@@ -49,8 +50,12 @@ class Outputs:
         if calls < CHECKED_CALLS:
             self._calls[layer] = calls + 1
         full = full and calls < MEASURED_CALLS
-        if type(output) is Tensor and output.dtype in stats.ORDINARY_DTYPES and output.device.type != "meta":
-            self._add(layer, output.detach(), full)  # nearly always
+        known = type(output) is Tensor and output.dtype is self._dtypes[layer]
+        accumulator = self._accumulators.get(output.device) if known else None
+        if accumulator is not None and output.numel():  # nearly always
+            accumulator.add(layer, output.detach(), full=full)
+        elif type(output) is Tensor and output.dtype in stats.ORDINARY_DTYPES and output.device.type != "meta":
+            self._add(layer, output.detach(), full)
         else:
             for tensor in floating(output):
                 self._add(layer, stats.plain(tensor), full)
@@ -69,15 +74,27 @@ class Outputs:
 
     def close(self, layers: Sequence[int], pending: Pending) -> bool:
         """Moves the sums of these layers into a closing step; whether any of them ran."""
-        pending.order = np.array([self._order[layer] for layer in layers])
-        pending.dtype_max = np.array([_largest(self._dtypes[layer]) for layer in layers])
+        whole = len(layers) == len(self._order)  # one optimizer has them all, in order
+        pending.order = np.array(self._order if whole else [self._order[layer] for layer in layers])
+        dtypes = self._dtypes if whole else [self._dtypes[layer] for layer in layers]
+        pending.dtype_max = _largest_of(dtypes)
         for place, accumulator in self._accumulators.items():
             pending.blocks[f"activations {place}"] = accumulator.take(layers)
-        for layer in layers:
-            self._order[layer] = -1.0
-            self._calls[layer] = 0
+        if whole:
+            self._order = [-1.0] * len(layers)
+            self._calls = [0] * len(layers)
+        else:
+            for layer in layers:
+                self._order[layer] = -1.0
+                self._calls[layer] = 0
         self._rank = 0
         return bool((pending.order >= 0).any())
+
+
+def _largest_of(dtypes: Sequence[torch.dtype]) -> Values:
+    if len(set(dtypes)) == 1:
+        return np.full(len(dtypes), _largest(dtypes[0]))
+    return np.array([_largest(dtype) for dtype in dtypes], dtype=np.float64)
 
 
 @functools.cache

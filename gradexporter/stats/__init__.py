@@ -86,6 +86,13 @@ def accumulator(layers: int, place: torch.device) -> host.Accumulator | device.A
     return native.Accumulator(layers) if place.type == "cpu" else device.Accumulator(layers, place)
 
 
+def extents(tensors: Sequence[Tensor]) -> Block:
+    """``measure`` of a batch, plain tensors of one element or more, without norms."""
+    if native.current is None and all(tensor.device == _CPU for tensor in tensors):
+        return host.extents(tensors)
+    return measure(tensors, norms=False)
+
+
 def extremes(blocks: Sequence[Block]) -> tuple[float | Tensor, float | Tensor]:
     """Largest absolute value and number of non-finite elements over several results of ``measure``."""
     joined = side_by_side(blocks)

@@ -20,7 +20,7 @@ from models import Subject
 from torch import Tensor, nn
 
 import gradexporter
-from gradexporter.config import Config
+from gradexporter.stats import kernels
 
 
 def _clock_seconds() -> float:
@@ -30,6 +30,10 @@ def _clock_seconds() -> float:
 
 CLOCK_SECONDS = _clock_seconds()
 """What it takes to look at the clock, which is in every difference of two readings."""
+
+
+class Unavailable(Exception):
+    """This machine lacks what a contestant needs."""
 
 
 class Contestant:
@@ -83,13 +87,6 @@ class Clip(Contestant):
 
     def after_backward(self) -> None:
         nn.utils.clip_grad_norm_(self.subject.model.parameters(), 1e9, foreach=True)
-
-
-class OwnClip(Contestant):
-    """Our clip in its place."""
-
-    def after_backward(self) -> None:
-        gradexporter.clip_grad_norm_(self.subject.model.parameters(), 1e9, foreach=True)
 
 
 class HandWritten(Contestant):
@@ -155,7 +152,13 @@ class Ours(Contestant):
         self.monitor = gradexporter.watch(subject.model, subject.optimizer, **{"serve": False, **settings})
         parts = self.monitor._parts
         assert parts is not None
-        self.capture, self.worker = parts.capture, parts.worker
+        self.capture = parts.capture
+        wanted = settings.get("kernels", "auto")
+        if wanted != "stock":
+            kernels.process.wait(300.0)
+        if wanted == "native" and kernels.process.in_use()["cpu"] != "native":
+            self.monitor.close()
+            raise Unavailable("no native kernels on this machine")
         if not self.layers:
             self.capture.detach()
             self.capture.layers = [dataclasses.replace(layer, module=None) for layer in self.capture.layers]
@@ -204,6 +207,22 @@ class Gradients(Ours):
 
     def __init__(self, subject: Subject, **settings: Any) -> None:
         super().__init__(subject, state_every=10**9, activation_every=10**9, **settings)
+
+
+class OwnClip(Gradients):
+    """Our clip in place of torch's, which tells the monitor the norm of every gradient; ``seconds`` is the call's."""
+
+    def __init__(self, subject: Subject) -> None:
+        super().__init__(subject, kernels="stock")
+
+    def after_forward(self, loss: Tensor) -> None:
+        """Nothing: its time is not the clip's."""
+
+    def after_backward(self) -> None:
+        gradexporter.clip_grad_norm_(self.subject.model.parameters(), 1e9, foreach=True)
+
+    def detach(self) -> None:
+        self.capture.detach()
 
 
 class Always(Ours):
@@ -284,8 +303,7 @@ def cpu_clock() -> Iterator[None]:
             module.time = time  # type: ignore[attr-defined]
 
 
-KERNELS = [""] if "kernels" not in {field.name for field in dataclasses.fields(Config)} else ["stock", "native"]
-"""Kernels that can be chosen between."""
+KERNELS = ("stock", "native")
 
 PROFILES: dict[str, type[Ours]] = {
     "gradients": Gradients,
@@ -308,12 +326,9 @@ def contestants() -> dict[str, Callable[[Subject], Contestant]]:
     found: dict[str, Callable[[Subject], Contestant]] = dict(OTHERS)
     if importlib.util.find_spec("wandb"):
         found["wandb.watch"] = Wandb
-    if "clip_grad_norm_" in gradexporter.__all__:
-        found["own clip"] = OwnClip
-    for kernels in KERNELS:
+    found["own clip"] = OwnClip
+    for choice in KERNELS:
         for name, profile in PROFILES.items():
-            if profile is Scraped and kernels != KERNELS[-1]:
-                continue
-            settings = {"kernels": kernels} if kernels else {}
-            found[f"{name} ({kernels or 'stock'})"] = lambda subject, p=profile, s=settings: p(subject, **s)
+            if profile is not Scraped or choice == "stock":
+                found[f"{name} ({choice})"] = lambda subject, p=profile, k=choice: p(subject, kernels=k)
     return found

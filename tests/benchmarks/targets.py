@@ -71,7 +71,7 @@ def checks(
     for budget in budgets:
         over = budget.model in OVER_BUDGET
         found.append(Check("budget exceeded, and said so", budget.model, abs(budget.exceeded - over), 0, ""))
-        most = budget.steps // (SLOWEST if over else budget.every)
+        most = budget.steps // (SLOWEST if over else budget.every) + 1
         found.append(Check("steps measured in full, of 20", budget.model, budget.full_steps, most, ""))
     return found
 
