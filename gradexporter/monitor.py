@@ -26,6 +26,7 @@ from gradexporter.hooks import Capture
 from gradexporter.hooks.batch import valueless
 from gradexporter.hooks.cadence import Cadence
 from gradexporter.hooks.optimizers import groups_of, resolved
+from gradexporter.hooks.partitions import Partitioned, absent, refusal
 from gradexporter.hooks.shares import optimized_by
 from gradexporter.judge import Judge
 from gradexporter.ranks import Reduction, agreed
@@ -93,6 +94,10 @@ def watch(
     )
     if config.all_reduce:
         worker.reduction = _reduction(capture)
+    for one in watched:
+        reason = absent(one)
+        if reason is not None:
+            _log.warning("gradexporter: %s", reason)
     endpoint = _endpoint(config, worker, fence) if config.serve else None
     return Monitor(_Parts(config, fence, cadence, worker, capture, endpoint))
 
@@ -133,12 +138,18 @@ def _checked(model: Any, optimizer: Any, scaler: Any) -> list[Stepping]:
                 f"optimizer must be a torch.optim.Optimizer or another object with step(), or a sequence of them, got "
                 f"{what}: pass the object whose step() updates the model, or none if you change its parameters by hand"
             )
-        groups = [group for inner in resolved(model, [one]) for group in groups_of(inner)]
-        if not any(id(parameter) in own for group in groups for parameter in group["params"]):
+        inside = resolved(model, [one])
+        groups = [group for inner in inside for group in groups_of(inner)]
+        held = {id(parameter) for group in groups for parameter in group["params"]}
+        if not isinstance(inside[0], Partitioned) and not held & own:
             raise ConfigError(
                 f"the optimizer ({type(one).__name__}) holds none of the model's parameters: pass the optimizer "
-                "that was built from this model, after the last .to() or wrap that replaces parameters"
+                "that was built from this model, after the last .to() or wrap that replaces parameters; under "
+                "DeepSpeed pass the engine and engine.optimizer"
             )
+        reason = refusal(one)
+        if reason is not None:
+            raise ConfigError(f"the optimizer ({type(one).__name__}) cannot be watched: {reason}")
     if scaler is not None and not isinstance(scaler, GradScaler):
         raise ConfigError(
             f"scaler must be a torch.amp.GradScaler or None, got {type(scaler).__name__}: pass the scaler whose "

@@ -146,6 +146,8 @@ def _report(pending: Pending, norms_before: Values | None) -> StepReport:
     _fold_gradients(pending, columns, nonfinite, fields, scale if pending.scaled else None)
     if "reread" in pending.blocks and pending.reread is not None:
         _fold_change(pending, pending.reread, fields, scale)
+    if "gradient_norm" in numbers:
+        fields["gradient_norm"] = numbers["gradient_norm"]
     _fold_state(pending, columns, nonfinite, fields)
     if applied:
         _fold_updates(pending, columns, fields, norms_before)

@@ -47,6 +47,22 @@ LOOPS: dict[str, Loop] = {
         "`DistributedDataParallel`: static graph, unused parameters, `no_sync`, `join`, communication hooks",
         "the gradient after its reduction, on every rank; the outputs of the rank's own batch",
     ),
+    "reduced after": Loop(
+        "gradients that the loop reduces itself, several ranks without a wrapper",
+        "the gradient that the update uses",
+        "measured at the update, so after clipping: `pre_clip` is 0",
+    ),
+    "zero": Loop(
+        "`ZeroRedundancyOptimizer`",
+        "gradients and parameters on every rank; optimizer state of the rank's share",
+        "update ratios, since the state of the other shares is elsewhere; `overlap_with_ddp` is refused",
+    ),
+    "deepspeed": Loop(
+        "DeepSpeed, ZeRO stages 0 to 3, watched as `watch(engine, engine.optimizer)`",
+        "the gradient norm over all ranks before clipping, outputs; parameters up to stage 2; gradients of layers at "
+        "stage 0, after clipping",
+        "what lies in flat partitions: `layer_gradient` and `update_ratio` are 0",
+    ),
     "checkpointing": Loop("activation checkpointing, reentrant or not, selective", "each output once"),
     "by hand": Loop(
         "no optimizer: `watch(model)`, parameters changed by hand, also through `.data`",

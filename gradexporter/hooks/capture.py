@@ -29,6 +29,8 @@ from gradexporter.hooks.guarded import fenced, quietly
 from gradexporter.hooks.layers import find_layers
 from gradexporter.hooks.optimizers import Together, announcers, rates_of
 from gradexporter.hooks.outputs import Outputs
+from gradexporter.hooks.partitions import Partitioned
+from gradexporter.hooks.reduction import WhenReduced
 from gradexporter.hooks.restart import Restart
 from gradexporter.hooks.shares import find_sharding, optimized_by
 from gradexporter.hooks.unannounced import Lookout, Sight
@@ -60,6 +62,7 @@ class Capture:
         self.seconds = 0.0
         self.signals = {
             "gradient": True,
+            "layer_gradient": True,
             "pre_clip": True,
             "activation": True,
             "update_ratio": True,
@@ -95,7 +98,8 @@ class Capture:
         self._full_activations = cadence.full("activation", self._next)
         goes_on = config.start_step > 1
         self._restarts = {index: Restart() for index in range(len(self._optimizers))} if goes_on else {}
-        self._gradients = Gradients(self.signals, scaling)
+        self._when_reduced = WhenReduced()
+        self._gradients = Gradients(self.signals, scaling, self._when_reduced)
         self._modules: list[nn.Module | None] = []
         self._outputs = Outputs(0)
         self._survey(model)
@@ -104,6 +108,7 @@ class Capture:
         """Finds layers and parameters as they are now."""
         parameters = [p for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]]
         sharding = find_sharding(model)
+        self._when_reduced.surveyed(model, sharded=sharding is not None)
         self.norms = "share" if sharding is not None and sharding.partial else "global"
         self.layers = find_layers(model, parameters, sharding, parameterless=self._parameterless)
         held = {id(parameter) for parameter in parameters}
@@ -227,6 +232,7 @@ class Capture:
         if grad:
             self._trained_in[module.training] = True
         self._layer_hooks.shelter(module.training)
+        self._when_reduced.entering()
         self._enter_phase("train" if module.training or self._in_training_forward else "eval")
         if self._in_training_forward:
             if not self._sources["input"]:
@@ -316,6 +322,8 @@ class Capture:
         else:
             watched.rates = rates_of(watched.optimizer)
             self._lookout.backward_ended(watched)
+            if self._when_reduced.follows_backward():
+                watched.block, watched.parts = None, {}  # and nothing tells when they are reduced
 
     @fenced
     def clip_begins(self, parameters: Sequence[Tensor], norms: Values | None) -> None:
@@ -456,7 +464,8 @@ class Capture:
         if watched.block is not None:
             pending.blocks["gradients"] = watched.block
             pending.gradients = watched.positions
-        self.signals["gradient"] = watched.block is not None and not watched.unknown
+        there = watched.block is not None and not watched.unknown
+        self.signals["gradient"] = self.signals["layer_gradient"] = there
         self.signals["learning_rate"] = bool(watched.rates)
         state_seconds = None
         with self.fence.guarding("hooks"):  # one by one: a step without its state is still a step
@@ -487,6 +496,11 @@ class Capture:
             brought = self._restarts.pop(watched.index).brought(watched)
             if brought is not None:
                 pending.numbers["state_before"] = brought
+        if isinstance(watched.optimizer, Partitioned):
+            self._sight.backward()
+            pending.numbers.update(watched.optimizer.numbers())
+            self.signals["gradient"] = self.signals["pre_clip"] = "gradient_norm" in pending.numbers
+            self.signals["update_ratio"] = False
         for name, ranges in self._ranges.items():
             if ranges:
                 pending.numbers[f"{name}_max_abs"], pending.numbers[f"{name}_nonfinite"] = stats.extremes(ranges)

@@ -9,6 +9,7 @@ from typing import Any
 from torch.amp.grad_scaler import GradScaler
 
 from gradexporter.hooks import scaler
+from gradexporter.hooks.reduction import WhenReduced
 from gradexporter.hooks.watched import Watched
 from gradexporter.records import Values
 
@@ -18,11 +19,12 @@ _log = logging.getLogger("gradexporter")
 class Gradients:
     """Takes each update's gradients once, before anything changes them if that can be had."""
 
-    def __init__(self, signals: dict[str, bool], scaling: GradScaler | None) -> None:
+    def __init__(self, signals: dict[str, bool], scaling: GradScaler | None, when_reduced: WhenReduced) -> None:
         """``signals`` says what is available and is kept up to date; ``scaling`` is the scaler if one was passed."""
         self.seconds = 0.0
         """What full passes in place of a clip's norms took since it was last set."""
         self._signals = signals
+        self._when_reduced = when_reduced
         self._scaling = scaler.Scaling(scaling)
         self._unknown_said = False
 
@@ -45,7 +47,8 @@ class Gradients:
         watched.clip_came = False
         too_soon = watched.backwards < watched.expected_backwards and watched.backwards not in watched.early
         reread = watched.reread
-        if too_soon or watched.clip_comes or reread.constant or reread.rewritten:
+        by_loop = reread.constant or reread.rewritten or self._when_reduced.follows_backward()
+        if too_soon or watched.clip_comes or by_loop:
             watched.block = None
             watched.note_versions()
         else:

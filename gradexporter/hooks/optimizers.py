@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from gradexporter.hooks.partitions import Partitioned, partitioned
 from gradexporter.readback import Number
 
 _PASSING_ON = ("Accelerated", "Lightning")
@@ -136,6 +137,8 @@ def announcers(optimizer: Any) -> list[Any]:
     """The optimizers of torch that tell of the steps of ``optimizer``: itself if it does, and what it wraps."""
     if isinstance(optimizer, Together):
         return [inner for one in optimizer.optimizers for inner in announcers(one)]
+    if isinstance(optimizer, Partitioned):
+        return [optimizer]  # what is inside steps once a partition
     found: dict[int, Any] = {}
     _collect(optimizer, found, set(), _MOST_NESTED)
     return list(found.values())
@@ -168,6 +171,10 @@ def resolved(model: nn.Module, given: Sequence[Any]) -> list[Any]:
     found: list[Any] = []
     silent: list[Any] = []
     for optimizer in given:
+        stand_in = partitioned(model, optimizer)
+        if stand_in is not None:
+            found.append(stand_in)
+            continue
         inner = announcers(optimizer)
         own = isinstance(optimizer, Optimizer) and not type(optimizer).__name__.startswith(_PASSING_ON)
         if not inner:

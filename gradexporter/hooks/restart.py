@@ -39,7 +39,7 @@ class Restart:
 def _states(watched: Watched) -> Iterator[Mapping[str, Any]]:
     """What the optimizer keeps about each parameter; not about those where that is nothing."""
     for parameter in watched.parameters:
-        state = watched.optimizer.state.get(parameter)
+        state = watched.keeper.state.get(parameter)
         if state and any(value is not None for value in state.values()):
             yield state
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from gradexporter import stats
 from gradexporter.hooks.layers import Layer
 from gradexporter.hooks.optimizers import ByHand, Steps, announcers, announces, state_of
+from gradexporter.hooks.partitions import Partitioned
 from gradexporter.hooks.shares import Sharding, Share, Stand
 from gradexporter.hooks.unannounced import Changes
 from gradexporter.readback import Indexes, Number, Pending, Plan
@@ -58,7 +59,8 @@ class Watched:
         """Gradients that were measured one by one, by position, for an update inside the backward clears them."""
         self.stepped = False
         """Whether a step that is only part of an update was applied since the last update."""
-        self._state = state_of(optimizer)
+        self.keeper = state_of(optimizer)
+        """Where the state of its parameters lies."""
         self._layers = layers
         self._leftovers = leftovers
         self._partial = sharding is not None and sharding.partial
@@ -167,6 +169,8 @@ class Watched:
 
         One alone of those whose gradients leave the device behind the backward: each with a hook is waited for.
         """
+        if isinstance(self.optimizer, Partitioned):
+            return []
         into = [self._accumulators.get(id(parameter), parameter) for parameter in self.parameters]
         leaving = [parameter for parameter in into if id(parameter) in self._offloaded and parameter.requires_grad]
         kept = min(leaving, key=lambda parameter: parameter.numel(), default=None)
@@ -175,6 +179,8 @@ class Watched:
 
     def measure_gradients(self) -> None:
         """Takes the gradients as they are now."""
+        if isinstance(self.optimizer, Partitioned):
+            return  # those of the parameters are this rank's alone, and on their way into a partition
         gradients: Sequence[Tensor | None] = [parameter.grad for parameter in self.parameters]
         if self._shares:
             gradients = self._local_gradients(gradients)
@@ -315,7 +321,8 @@ class Watched:
         elements = dict.fromkeys(self.plan.layers, 0)
         for owner, shape in zip(self.plan.owners.tolist(), self._shapes, strict=True):
             elements[self.plan.layers[owner]] += shape.numel()
-        return Signature(kind=type(self.optimizer).__name__, layers=elements)
+        kind = self.optimizer.name if isinstance(self.optimizer, Partitioned) else type(self.optimizer).__name__
+        return Signature(kind=kind, layers=elements)
 
     def close_state(self, pending: Pending) -> None:
         """Takes parameters and optimizer state after the update into a closing step."""
@@ -329,7 +336,7 @@ class Watched:
         if parameters is None:
             return
         pending.blocks["parameters"] = stats.measure(parameters, self.layout(self.everything))
-        lists = stats.state_lists(self._state, self.parameters)
+        lists = stats.state_lists(self.keeper, self.parameters)
         if self._shares:
             lists = (self._local_moments(lists[0]), self._local_moments(lists[1]))
         moments = dict(zip(("momentum", "second_moment"), lists, strict=True))

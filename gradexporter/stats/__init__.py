@@ -119,7 +119,8 @@ def update_norms(optimizer: Any, params: Sequence[Tensor]) -> tuple[tuple[int, .
     optimizer whose update its state does not tell. SGD (with momentum, Nesterov), Adam and AdamW are known;
     decoupled weight decay is left out. Formulas as in the documentation of torch.optim.
     """
-    return rebuilt_norms(type(optimizer), optimizer.state, optimizer.param_groups, params)
+    state = getattr(optimizer, "state", {})  # a wrapper need not have any
+    return rebuilt_norms(type(optimizer), state, optimizer.param_groups, params)
 
 
 def rebuilt_norms(
