@@ -363,7 +363,7 @@ class Watched:
 
     def _share_updates(self) -> tuple[tuple[int, ...], stats.Block] | None:
         stands = [
-            Stand(parameter, share, self._state.state.get(parameter, {}))
+            Stand(parameter, share, self.keeper.state.get(parameter, {}))
             for parameter, share in zip(self.parameters, self._shares, strict=True)
         ]
         groups = []
