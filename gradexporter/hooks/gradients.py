@@ -114,7 +114,9 @@ class Gradients:
     def _late(self, watched: Watched, *, scaled: bool) -> None:
         """Measures what nothing has measured yet, perhaps after it was clipped."""
         self.measure(watched, scaled=scaled)
-        watched.before_clipping = watched.unchanged() and not watched.clip_comes
+        unclipped = watched.unchanged() and not watched.clip_comes
+        # What a loop reduces it may clip as well, both where versions do not tell: through .data.
+        watched.before_clipping = unclipped and not self._when_reduced.follows_backward()
         self._signals["pre_clip"] = watched.before_clipping
         if watched.reread.constant:
             self._signals["loss_scale"] = False
