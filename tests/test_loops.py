@@ -417,6 +417,59 @@ def test_a_model_saved_while_watched_loads_where_gradexporter_is_not(tmp_path: A
     subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True, timeout=60)
 
 
+@pytest.mark.matrix("copies")
+def test_a_model_saved_while_watched_loads_with_the_classes_that_are_safe_when_nobody_watches(tmp_path: Any) -> None:
+    safe = [nn.Sequential, nn.TransformerEncoderLayer, nn.Linear, nn.LayerNorm, nn.Dropout, nn.MultiheadAttention]
+    safe += [nn.modules.linear.NonDynamicallyQuantizableLinear, nn.functional.relu]
+    model = nn.Sequential(nn.Linear(6, 4), nn.TransformerEncoderLayer(4, 2, 8, 0.0))
+    with gradexporter.watch(model, torch.optim.SGD(model.parameters(), lr=0.1), serve=False):
+        torch.save(model, tmp_path / "model.pt")
+    with torch.serialization.safe_globals(safe):
+        loaded = torch.load(tmp_path / "model.pt")
+
+    x = torch.ones(2, 6)
+    assert torch.equal(loaded(x), model(x))
+    assert vars(loaded).keys() == vars(model).keys()
+
+
+class Stateful(nn.Linear):
+    """A module that has its own idea of what is saved."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "saved": True}
+
+
+@pytest.mark.matrix("copies")
+def test_copies_keep_the_hooks_and_the_state_of_the_user(watch: Callable[..., Monitor]) -> None:
+    model = nn.Sequential(Stateful(6, 3), nn.Tanh())
+    model[0].register_forward_hook(_doubled, with_kwargs=True)
+    model.register_forward_pre_hook(_halved)
+    keys = set(vars(model))
+    monitor = watch(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    x = torch.ones(2, 6)
+    expected = model(x)
+
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(twin(x), expected)
+        assert twin[0].saved is True
+        assert [len(part._forward_hooks) for part in twin.modules()] == [0, 1, 0]
+        assert [len(part._forward_hooks_with_kwargs) for part in twin.modules()] == [0, 1, 0]
+        assert [len(part._forward_pre_hooks) for part in twin.modules()] == [1, 0, 0]
+        assert not twin._forward_pre_hooks_with_kwargs
+        assert not twin._forward_hooks_always_called
+        assert set(vars(twin)) == keys
+    monitor.close()
+    assert set(vars(model)) == keys
+
+
+def _doubled(module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> Tensor:
+    return 2 * output
+
+
+def _halved(module: nn.Module, args: Any) -> Any:
+    return (args[0] / 2,)
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 def test_a_watched_model_can_be_traced(watch: Callable[..., Monitor]) -> None:
     model = net()

@@ -32,6 +32,7 @@ from gradexporter.hooks.outputs import Outputs
 from gradexporter.hooks.partitions import Partitioned
 from gradexporter.hooks.reduction import WhenReduced
 from gradexporter.hooks.restart import Restart
+from gradexporter.hooks.saving import CleanState
 from gradexporter.hooks.shares import find_sharding, optimized_by
 from gradexporter.hooks.unannounced import Lookout, Sight
 from gradexporter.hooks.watched import Watched, held_by
@@ -82,6 +83,7 @@ class Capture:
         self._lock = threading.RLock()
         self._handles: list[Any] = []
         self._layer_hooks = LayerHooks()
+        self._clean_state = CleanState()
         self._next = config.start_step
         self._closed: Pending | None = None
         self._closed_before: float | None = None
@@ -166,6 +168,7 @@ class Capture:
             scaler.listen(self)
             clipping.listen(self)
             stats.kernels.process.ask(self, self._kernels, self.fence.record)
+            self._clean_state.attach(self._model.modules())
         except BaseException:
             self.detach()
             raise
@@ -181,6 +184,7 @@ class Capture:
         scaler.unlisten(self)
         clipping.unlisten(self)
         stats.kernels.process.unask(self)
+        self._clean_state.detach()
         self._layer_hooks.detach()
         while self._handles:
             self._handles.pop().remove()

@@ -19,7 +19,7 @@ _INERT = nullcontext().__exit__
 back where gradexporter is not installed."""
 
 
-class _Point:
+class Point:
     """A hook that does not travel: a copied or unpickled model has ``_INERT`` in its place."""
 
     __slots__ = ("capture",)
@@ -34,7 +34,7 @@ class _Point:
         return (getattr, (nullcontext(), "__exit__"))
 
 
-class Entering(_Point):
+class Entering(Point):
     """Before the forward of the watched model."""
 
     __slots__ = ()
@@ -44,7 +44,7 @@ class Entering(_Point):
             self.capture.entering(module, args, kwargs)
 
 
-class Leaving(_Point):
+class Leaving(Point):
     """After the forward of the watched model, also when it raised."""
 
     __slots__ = ()
@@ -54,7 +54,7 @@ class Leaving(_Point):
             self.capture.leaving()
 
 
-class LayerOutput(_Point):
+class LayerOutput(Point):
     """After the forward of one layer."""
 
     __slots__ = ("layer",)
