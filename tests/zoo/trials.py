@@ -24,6 +24,9 @@ from tests.zoo.wraps import Wrap, bare, unwrapped
 
 STEPS = 3
 
+MEASURED_CALLS = 16
+"""Calls of one layer in one step that are measured in full."""
+
 Expected = dict[str, float | None]
 """Some columns of one layer in one step, None where the layer has no such value."""
 
@@ -130,7 +133,8 @@ class Witness:
             for name, module in model.named_modules()
             if any(parameter is not None for parameter in module._parameters.values())
         }
-        self._outputs: dict[str, list[Tensor]] = {}
+        self._outputs: dict[str, list[list[Tensor]]] = {}
+        """Tensors of each call."""
         if outputs:
             for name, module in self._modules.items():
                 module.register_forward_hook(self._hook(name))
@@ -139,7 +143,8 @@ class Witness:
         self._outputs[name] = []
 
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            self._outputs[name] += [_real(tensor).flatten() for tensor in _leaves(output)]
+            if len(self._outputs[name]) < MEASURED_CALLS:
+                self._outputs[name].append([_real(tensor).flatten() for tensor in _leaves(output)])
 
         return hook
 
@@ -152,7 +157,7 @@ class Witness:
             named |= {id(parameter) for parameter in fresh}
             expected[name] = _of_gradients([_real(p.grad).flatten() for p in fresh if p.grad is not None])
             if self._outputs:
-                expected[name] |= _of_outputs(self._outputs[name])
+                expected[name] |= _of_outputs([tensor for call in self._outputs[name] for tensor in call])
                 self._outputs[name].clear()
         return expected
 

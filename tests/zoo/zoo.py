@@ -9,4 +9,22 @@ SPECIMENS: dict[str, Specimen] = {
     for specimen in part.SPECIMENS
 }
 
+DISTINCT = (
+    *("resnet", "densenet", "efficientnet", "diffusion unet", "mixer", "lstm", "packed gru", "temporal convolution"),
+    *("torch transformer", "pointer", "vector quantised autoencoder", "adversaries", "recommender", "siamese"),
+    *("normalising flow", "low-rank adapter", "physics-informed", "fourier operator"),
+    *("GPT2", "OPT", "Bloom", "Llama", "Gemma3", "Bert", "DebertaV2", "Albert", "T5", "Bart", "Mixtral", "DeepseekV3"),
+    *("Mamba2", "Rwkv", "xLSTM", "Jamba", "ViT", "Swin", "ConvNext", "Detr", "CLIP", "Wav2Vec2", "Whisper"),
+)
+"""Some that differ most from one another, for what takes long."""
+
 UNCHECKPOINTABLE = {"XLM": "keeps a cache that the second forward extends"}
+UNPARALLEL = {"actor-critic": "the parameters behind a distribution that it returns are taken for unused"}
+UNSHARDABLE = {
+    "recommender": "gradients are sparse",
+    "fourier operator": "parameters of two dtypes",
+    "SqueezeBert": "uses the weight of a layer outside its block",
+}
+FATAL_SHARDED = {
+    "SwitchTransformers": "experts that one rank alone uses make reductions of two sizes, at which gloo aborts"
+}
