@@ -75,15 +75,17 @@ class Reread:
         if not len(usable):
             return
         at = np.asarray(positions, dtype=np.intp)
-        sizes = self._sizes[at[usable]]
+        sizes, found = self._sizes[at[usable]], norms[usable]
         always = [usable[np.argmin(sizes)]]
-        sometimes = [usable[np.argmax(norms[usable])]]
+        sometimes = [usable[np.argmax(found)]]
+        small = np.flatnonzero(sizes <= SMALL_NUMEL)
+        if len(small):  # of layers far apart, and the one that is clipped last
+            sometimes += [usable[small[0]], usable[small[-1]], usable[small[np.argmin(found[small])]]]
         if len(block) > 1:
             largest = block[1, usable]
             sometimes.append(usable[np.argmax(largest)])
-            small = sizes <= SMALL_NUMEL
-            if small.any():
-                always.append(usable[np.argmax(np.where(small, largest, -1.0))])
+            if len(small):
+                always.append(usable[small[np.argmax(largest[small])]])
         self.always = tuple(dict.fromkeys(int(at[one]) for one in always))
         self.sometimes = tuple(
             position for position in dict.fromkeys(int(at[one]) for one in sometimes) if position not in self.always

@@ -463,3 +463,232 @@ def test_a_clip_that_is_compiled_with_the_step_is_torchs(watch: Callable[..., Mo
         return [bits(torch.compile(run, backend="eager", fullgraph=True)()), *(bits(p.grad) for p in held)]
 
     assert clipped(gradexporter.clip_grad_norm_) == clipped(nn.utils.clip_grad_norm_)
+
+
+# -- whoever clips -----------------------------------------------------------------------------------
+
+
+def by_value(ps: list[nn.Parameter]) -> None:
+    nn.utils.clip_grad_value_(ps, 0.02)
+
+
+def by_layer(ps: list[nn.Parameter]) -> None:
+    for at in range(0, len(ps), 2):
+        nn.utils.clip_grad_norm_(ps[at : at + 2], 0.1)
+
+
+def by_parameter_data(ps: list[nn.Parameter]) -> None:
+    for p in ps:
+        assert p.grad is not None
+        p.grad.data.clamp_(-0.02, 0.02)
+
+
+def adaptive(ps: list[nn.Parameter]) -> None:
+    for p in ps:
+        assert p.grad is not None
+        limit = 0.05 * p.detach().norm().clamp(min=1e-3)
+        p.grad = p.grad * (limit / p.grad.norm()).clamp(max=1.0)
+
+
+def by_hand(ps: list[nn.Parameter]) -> None:
+    total = torch.stack([p.grad.norm() for p in ps if p.grad is not None]).norm()
+    for p in ps:
+        assert p.grad is not None
+        p.grad.data.mul_(min(1.0, 0.1 / total.item()))
+
+
+@pytest.mark.matrix("clip")
+@pytest.mark.parametrize("clip", [by_value, by_layer, by_parameter_data, adaptive])
+@pytest.mark.parametrize("unlike", [False, True])
+def test_clipping_that_is_not_one_factor_has_none_and_counts_where_it_made_something_smaller(
+    watch: Callable[..., Monitor], clip: Callable[[list[nn.Parameter]], None], unlike: bool
+) -> None:
+    model = net()
+    if unlike:  # what is clipped is where nobody looks first: in the largest parameter
+        model[0].weight.register_hook(lambda gradient: gradient * 30)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    monitor = watch(model, optimizer)
+    clipped = 0
+    for step in range(6):
+        loss_of(model, step).backward()
+        before = [p.grad.clone() for p in model.parameters()]
+        clip(list(model.parameters()))
+        clipped += any(not torch.equal(b, p.grad) for b, p in zip(before, model.parameters(), strict=True))
+        optimizer.step()
+        optimizer.zero_grad()
+
+        report = reported(monitor)
+        assert report.gradient_norm == pytest.approx(torch.cat([b.flatten() for b in before]).norm().item(), rel=1e-5)
+        assert report.clip_factor is None
+
+    assert clipped == 6
+    assert clipped_steps(monitor) == 6
+    assert signal(monitor, "loss_scale") is None
+
+
+@pytest.mark.matrix("clip")
+@pytest.mark.parametrize("clip", [by_value, by_layer, by_parameter_data, adaptive, by_hand])
+def test_clipping_that_leaves_everything_alone_is_factor_one(
+    watch: Callable[..., Monitor], clip: Callable[[list[nn.Parameter]], None]
+) -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    monitor = watch(model, optimizer)
+    for step in range(3):
+        (loss_of(model, step) * 1e-3).backward()
+        clip(list(model.parameters()))
+        optimizer.step()
+        optimizer.zero_grad()
+        assert reported(monitor).clip_factor == 1.0
+
+    assert clipped_steps(monitor) == 0
+
+
+@pytest.mark.matrix("clip")
+@pytest.mark.parametrize(
+    "clip", [by_hand, lambda ps: nn.utils.clip_grad_norm_(ps, 0.1), lambda ps: gradexporter.clip_grad_norm_(ps, 0.1)]
+)
+def test_clipping_by_one_factor_is_that_factor_and_never_taken_for_a_scale(
+    watch: Callable[..., Monitor], clip: Callable[[list[nn.Parameter]], Any]
+) -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    monitor = watch(model, optimizer, state_every=7)
+    for step in range(24):
+        norm = expected(model, step % 2)[""]
+        loss_of(model, step % 2).backward()
+        clip(list(model.parameters()))
+        optimizer.step()
+        optimizer.zero_grad()
+        report = reported(monitor)
+        assert report.gradient_norm == pytest.approx(norm, rel=1e-4)
+        assert report.clip_factor == pytest.approx(0.1 / norm, rel=1e-3)
+
+    assert clipped_steps(monitor) == 24
+    assert signal(monitor, "pre_clip") is True
+    assert signal(monitor, "loss_scale") is None
+
+
+@pytest.mark.matrix("clip")
+def test_a_parameter_whose_gradient_is_zero_says_nothing_of_clipping_and_another_does(
+    watch: Callable[..., Monitor],
+) -> None:
+    model = net()
+    model[2].bias.register_hook(torch.zeros_like)  # the smallest one
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = watch(model, optimizer, state_every=1000)
+    for step in range(3):
+        loss_of(model, step).backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.01).item()
+        optimizer.step()
+        optimizer.zero_grad()
+
+        assert reported(monitor).clip_factor == pytest.approx(0.01 / norm, rel=1e-3)
+
+
+@pytest.mark.matrix("clip")
+def test_clipping_by_a_norm_that_is_not_finite_names_the_layer_that_brought_it(watch: Callable[..., Monitor]) -> None:
+    for value, spread in ((math.nan, math.nan), (math.inf, 0.0)):
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        monitor = watch(model, optimizer)
+        for step in range(3):
+            loss = loss_of(model, step)
+            if step == 2:
+                model[2].weight.register_hook(lambda g, value=value: g.index_fill(0, torch.tensor([0]), value))
+                loss = loss_of(model, step)
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+        report = reported(monitor)
+
+        assert [row.gradient_nonfinite for row in report.layers.rows()] == [0, 8]
+        assert report.first_nonfinite is not None
+        assert (report.first_nonfinite.layer, report.first_nonfinite.quantity) == ("2", "gradient")
+        assert report.clip_factor == pytest.approx(spread, nan_ok=True)
+
+
+@pytest.mark.matrix("clip")
+def test_a_closure_that_clips_has_its_factor(watch: Callable[..., Monitor]) -> None:
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    monitor = watch(model, optimizer, state_every=1000)
+    for step in range(4):
+        norm = expected(model, step)[""]
+
+        def closure(step: int = step) -> Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(model, step)
+            loss.backward()
+            if step != 3:  # and once it does not come
+                gradexporter.clip_grad_norm_(model.parameters(), 0.01)
+            return loss
+
+        optimizer.step(closure)
+        report = reported(monitor)
+        assert report.gradient_norm == pytest.approx(norm, rel=1e-5)
+        assert report.clip_factor == (None if step == 3 else pytest.approx(0.01 / norm, rel=1e-3))
+
+    assert signal(monitor, "pre_clip") is False
+
+
+# -- accumulation -------------------------------------------------------------------------------------
+
+
+@pytest.mark.matrix("accumulation")
+def test_a_short_last_accumulation_that_is_clipped_is_measured_before_it_from_the_second_epoch_on(
+    watch: Callable[..., Monitor],
+) -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = watch(model, optimizer, state_every=1000)
+    for epoch in range(3):
+        for backwards in (4, 4, 4, 2):
+            optimizer.zero_grad()
+            for step in range(backwards):
+                loss_of(model, step).backward()
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 0.01).item()
+            optimizer.step()
+            report = reported(monitor)
+            if (epoch, backwards) == (0, 2):
+                assert signal(monitor, "pre_clip") is False
+                assert report.gradient_norm == pytest.approx(0.01, rel=1e-3)
+                assert report.clip_factor is None
+            else:
+                assert signal(monitor, "pre_clip") is True
+                assert report.gradient_norm == pytest.approx(norm, rel=1e-5)
+                assert report.clip_factor == pytest.approx(0.01 / norm, rel=1e-3)
+
+
+@pytest.mark.matrix("accumulation")
+def test_a_short_last_accumulation_that_nobody_changes_is_known_to_be_unclipped(watch: Callable[..., Monitor]) -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = watch(model, optimizer)
+    for backwards in (3, 3, 1, 3):
+        optimizer.zero_grad()
+        for step in range(backwards):
+            loss_of(model, step).backward()
+        norm = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).norm().item()
+        optimizer.step()
+
+        assert reported(monitor).gradient_norm == pytest.approx(norm, rel=1e-5)
+        assert signal(monitor, "pre_clip") is True
+
+
+@pytest.mark.matrix("accumulation")
+def test_losses_of_micro_batches_are_averaged_whatever_their_number(watch: Callable[..., Monitor]) -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = watch(model, optimizer)
+    for backwards in (3, 1, 2):
+        optimizer.zero_grad()
+        losses = []
+        for step in range(backwards):
+            loss = monitor.observe(loss_of(model, step))
+            (loss / backwards).backward()
+            losses.append(loss.item())
+        optimizer.step()
+
+        assert reported(monitor).loss == pytest.approx(sum(losses) / backwards)
