@@ -431,7 +431,7 @@ def test_a_gradient_of_zero_and_one_whose_squares_underflow_are_told_apart(watch
     report = reported(monitor)
 
     assert layer(report, "0").gradient_norm == 0.0
-    assert layer(report, "1").gradient_norm == pytest.approx(2e-30, rel=1e-5)
+    assert layer(report, "1").gradient_norm == pytest.approx(2e-30, rel=1e-5, abs=0.0)
     assert report.clip_factor == pytest.approx(0.5, rel=1e-5)
 
 
@@ -567,6 +567,21 @@ def test_clipping_by_one_factor_is_that_factor_and_never_taken_for_a_scale(
     assert clipped_steps(monitor) == 24
     assert signal(monitor, "pre_clip") is True
     assert signal(monitor, "loss_scale") is None
+
+
+@pytest.mark.matrix("clip")
+def test_the_same_batch_clipped_alike_at_every_step_is_not_taken_for_a_scale(watch: Callable[..., Monitor]) -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    monitor = watch(model, optimizer)
+    norm = expected(model)[""]
+    for _ in range(8):
+        optimizer.zero_grad()
+        loss_of(model).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), norm / 4)
+        optimizer.step()
+        assert reported(monitor).gradient_norm == pytest.approx(norm, rel=1e-5)
+        assert reported(monitor).clip_factor == pytest.approx(0.25, rel=1e-4)
 
 
 @pytest.mark.matrix("clip")
