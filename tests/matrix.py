@@ -25,12 +25,22 @@ class Loop:
 
 LOOPS: dict[str, Loop] = {
     "scaler": Loop(
-        "`GradScaler`, passed or not, plain and fused optimizers",
-        "gradients divided by the scale, the scale, skipped steps",
+        "`GradScaler` and its subclasses, passed or not, plain, fused and several optimizers, `unscale_` first",
+        "gradients divided by the scale, the scale, skipped steps and the layer that overflowed in them",
+        "an `optimizer.step()` past the scaler, without `unscale_`: the gradient as the update used it; "
+        '`signal_available{signal="loss_scale"}` is 0',
+    ),
+    "scale by hand": Loop(
+        "a loss that is scaled, and gradients that are divided, by the loop itself or by a scaler of its own",
+        "from the second to fifth step on the gradient as the update uses it; before clipping too with our clip",
+        "the scale (the signal is 0), and skipped steps: they call nothing; with torch's clip the gradient before it "
+        "(`pre_clip` is 0), and a loop that clips at every step looks like clipping alone",
     ),
     "clip": Loop(
-        "`clip_grad_norm_`, `clip_grad_value_`, clipping by hand, `unscale_` first",
-        "the gradient before clipping, the clip factor",
+        "`clip_grad_norm_`, `clip_grad_value_`, clipping by layer, by parameter, in a closure and by hand",
+        "the gradient before clipping, clipped steps, the layer that a norm which is not finite came from",
+        "the clip factor where clipping was not one factor for all; what is clipped is told from a few parameters, so "
+        "a step of which clipping reached none of them counts as not clipped",
     ),
     "our clip": Loop(
         "`gradexporter.clip_grad_norm_` in place of torch's, accumulation of any length included",
@@ -41,7 +51,8 @@ LOOPS: dict[str, Loop] = {
     "accumulation": Loop(
         "gradient accumulation",
         "one step an update, with the gradient of the update",
-        "an update that comes after fewer backwards than the one before is measured after clipping; `pre_clip` is 0",
+        "the first update that comes after fewer backwards than the one before is measured after torch's clip "
+        "(`pre_clip` is 0); later ones of that length are measured before it",
     ),
     "ddp": Loop(
         "`DistributedDataParallel`: static graph, unused parameters, `no_sync`, `join`, communication hooks",
