@@ -101,7 +101,7 @@ def gradients_of(kind: str) -> list[Tensor | None]:
         "zero": [torch.zeros(4), torch.zeros(2, 2)],
         "complex": [torch.randn(4, dtype=torch.complex64), torch.randn(3)],
         "transposed": [torch.randn(5, 7).t(), torch.randn(8)[::2]],
-        "sparse": [torch.sparse_coo_tensor([[0, 2]], [1.0, 2.0], (4,)), torch.randn(3)],
+        "sparse": [torch.sparse_coo_tensor([[0, 2]], [1.0, 2.0], (4,), check_invariants=True), torch.randn(3)],
         "with a graph": [torch.randn(4, requires_grad=True) * 2, torch.randn(3)],
     }[kind]
 
