@@ -246,6 +246,34 @@ def test_without_gradients_on_the_parameters_the_step_is_counted_and_its_gradien
 
 
 @pytest.mark.matrix("by hand")
+@pytest.mark.parametrize("stepped", [False, True])
+def test_a_scale_is_divided_out_where_the_loop_does_so_itself_and_where_its_scaler_does(
+    watch: Watch, stepped: bool
+) -> None:
+    model = net()
+    scaling = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    optimizer: Any = Grouped(model.parameters())
+    monitor = watch(model, optimizer if stepped else None, scaler=scaling)
+    for step in range(1, 4):
+        norm = expected(model)
+        model.zero_grad()
+        scaling.scale(loss_of(model)).backward()
+        if stepped:
+            scaling.step(optimizer)
+            scaling.update()
+        else:
+            for parameter in model.parameters():
+                parameter.grad /= scaling.get_scale()
+            descend(model.parameters())
+        report = reported(monitor)
+
+        assert report.step == step
+        assert report.applied
+        assert report.gradient_norm == pytest.approx(norm, rel=1e-5)
+        assert report.loss_scale == 1024.0
+
+
+@pytest.mark.matrix("by hand")
 def test_what_a_forward_does_to_the_parameters_is_no_update(watch: Watch) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(10, 4, max_norm=0.5), nn.Linear(4, 2))

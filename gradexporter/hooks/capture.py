@@ -325,6 +325,7 @@ class Capture:
             self._gradients.backward_ended(watched)
         else:
             watched.rates = rates_of(watched.optimizer)
+            self._gradients.backward_ended_by_hand(watched)
             self._lookout.backward_ended(watched)
             if self._when_reduced.follows_backward():
                 watched.block, watched.parts = None, {}  # and nothing tells when they are reduced

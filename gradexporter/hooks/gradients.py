@@ -54,6 +54,13 @@ class Gradients:
         else:
             self.measure(watched, scaled=True)
 
+    def backward_ended_by_hand(self, watched: Watched) -> None:
+        """Notes the scale of gradients that no optimizer announces the use of; the loop divides by it itself."""
+        scale = self._scaling.scale()
+        if scale is not None:
+            watched.scale, watched.scaled = scale, True
+            self._signals["loss_scale"] = True
+
     def clip_begins(self, watched: Watched, parameters: list[int], norms: Values | None, *, full: bool) -> None:
         """A clip of ours is about to scale; ``parameters`` by identity, ``full`` if more than norms is wanted."""
         positions, places = watched.share_of(parameters)

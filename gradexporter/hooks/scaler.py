@@ -112,6 +112,10 @@ class Scaling:
         state = self._state(watched)
         return state is not None and state["stage"] is OptState.UNSCALED
 
+    def scale(self) -> Tensor | None:
+        """A copy of the scale that losses are multiplied by now; None where none is known."""
+        return scale_of(None if self._scaling is None else self._scaling())
+
     def waits(self, watched: Watched) -> bool:
         """Whether a scaler that scales its losses has not touched these gradients since its last update."""
         scaling = None if self._scaling is None else self._scaling()
