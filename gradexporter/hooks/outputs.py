@@ -53,9 +53,9 @@ class Outputs:
         known = type(output) is Tensor and output.dtype is self._dtypes[layer]
         accumulator = self._accumulators.get(output.device) if known else None
         if accumulator is not None and output.numel():  # nearly always
-            accumulator.add(layer, output.detach(), full=full)
-        elif type(output) is Tensor and output.dtype in stats.ORDINARY_DTYPES and output.device.type != "meta":
-            self._add(layer, output.detach(), full)
+            accumulator.add(layer, output, full=full)
+        elif type(output) is Tensor and output.dtype in stats.ORDINARY_DTYPES and not output.is_meta:
+            self._add(layer, output, full)
         else:
             for tensor in floating(output):
                 self._add(layer, stats.plain(tensor), full)

@@ -79,6 +79,8 @@ class Accumulator:
 
     def add(self, layer: int, tensor: Tensor, *, full: bool) -> None:
         """Adds one output tensor; a plain sentinel when not ``full``."""
+        if tensor.requires_grad:
+            tensor = tensor.detach()
         column = self._block[:, layer]
         column[4] += count_nonfinite(tensor)
         if not full:

@@ -32,6 +32,13 @@ _STACK_MEMBERS = 4
 _STACK_NUMEL = 65536
 """Largest tensor that is stacked; above it the copy costs more than the calls that it saves."""
 
+_CLEAR_OF_SUBNORMALS = 2.0**-120
+"""Second moments below it count as this much: the root of a subnormal takes 30 times as long, and a layer whose
+gradients vanish has nothing else."""
+
+_EPS_FAR_ABOVE = 1e-11
+"""Smallest eps beside which the root of that is nothing."""
+
 _SCRATCH_NUMEL = 262144
 """Elements of the scratch memory that updates are rebuilt in: 1 MiB of float32, which stays in cache."""
 
@@ -174,7 +181,10 @@ def adam_norms(states: Sequence[Mapping[str, Any]], group: Mapping[str, Any]) ->
     norms = np.zeros(len(states))
     for stack in layout.stacks:
         eps = torch.from_numpy(float(group["eps"]) * root[stack]).to(states[stack[0]][second].dtype).unsqueeze(1)
-        rows = torch.stack([states[at][second] for at in stack]).view(len(stack), -1).sqrt_().add_(eps)
+        rows = torch.stack([states[at][second] for at in stack]).view(len(stack), -1)
+        if root[stack].min() * float(group["eps"]) >= _EPS_FAR_ABOVE:
+            rows.clamp_(min=_CLEAR_OF_SUBNORMALS)
+        rows.sqrt_().add_(eps)
         torch.div(torch.stack([states[at]["exp_avg"] for at in stack]).view(len(stack), -1), rows, out=rows)
         norms[stack] = torch.linalg.vector_norm(rows, dim=1, dtype=_wide(rows)).double().numpy()
     for at in layout.alone:
@@ -196,7 +206,10 @@ def _ratio_norm(first: Tensor, second: Tensor, eps: float) -> float:
     pieces = zip(*(torch.split(each, _SCRATCH_NUMEL) for each in flat), strict=True)
     for moment, square in pieces:
         piece = scratch[: moment.numel()]
-        torch.sqrt(square, out=piece).add_(eps)
+        if eps >= _EPS_FAR_ABOVE:
+            torch.clamp_min(square, _CLEAR_OF_SUBNORMALS, out=piece).sqrt_().add_(eps)
+        else:
+            torch.sqrt(square, out=piece).add_(eps)
         torch.div(moment, piece, out=piece)
         squares += torch.linalg.vector_norm(piece, dtype=_wide(piece)).item() ** 2
     return math.sqrt(squares)
@@ -219,6 +232,8 @@ class Accumulator:
 
     def add(self, layer: int, tensor: Tensor, *, full: bool) -> None:
         """Adds one output tensor; a plain sentinel when not ``full``."""
+        if tensor.requires_grad:
+            tensor = tensor.detach()
         if not full:
             odd = nonfinite(tensor)
             if odd:

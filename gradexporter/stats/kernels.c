@@ -223,10 +223,10 @@ typedef struct {
         column[4 * row] += all.nonfinite;                                                                              \
     }                                                                                                                  \
                                                                                                                        \
-    INLINED REAL updates_##T(const RAW *m, const RAW *w, int n, REAL eps) {                                            \
+    INLINED REAL updates_##T(const RAW *m, const RAW *w, int n, REAL eps, REAL unit) {                                 \
         REAL sum = 0;                                                                                                  \
         for (int i = 0; i < n; i++) {                                                                                  \
-            REAL update = MAGNITUDE_##T(m[i]) / (ROOT_##REAL(SIGNED_##T(w[i])) + eps);                                 \
+            REAL update = MAGNITUDE_##T(m[i]) * unit / (ROOT_##REAL(SIGNED_##T(w[i])) + eps);                          \
             sum += update * update;                                                                                    \
         }                                                                                                              \
         return sum;                                                                                                    \
@@ -261,12 +261,14 @@ typedef struct {
                 odd_v += nonfinite_##T(v + at, members);                                                               \
             INT bits_w = w == v ? bits_v : most_##T(w + at, members);                                                  \
             int odd = bits_m >= INF_##T || bits_w >= INF_##T;                                                          \
-            REAL sum = updates_##T(m + at, w + at, members, (REAL)eps);                                                \
+            int power = odd || !bits_m ? 0 : ilogb(LARGEST_##T(bits_m)); /* squares of tiny moments underflow */       \
+            double unit = ldexp(1.0, power > 120 ? -120 : power < -120 ? 120 : -power);                                \
+            REAL sum = updates_##T(m + at, w + at, members, (REAL)eps, (REAL)unit);                                    \
             int again = odd ? INF_##T == INF_f16 : !EXACT(sum) && !(sum == 0 && bits_m == 0);                          \
             if (again && sizeof(REAL) == sizeof(float))                                                                \
                 updates += wide_updates_##T(m + at, w + at, members, eps);                                             \
             else                                                                                                       \
-                updates += sum;                                                                                        \
+                updates += sum / (unit * unit);                                                                        \
         }                                                                                                              \
         finish_##T(&all, p, n, most_p);                                                                                \
         out[0] = all.norm;                                                                                             \

@@ -83,29 +83,28 @@ class Library:
         Rows: three of each as ``measure`` has them (norms of the moments are NaN), and the L2 norm of the update.
         None where the state is not as torch's own Adam keeps it.
         """
-        second = "max_exp_avg_sq" if group.get("amsgrad") else "exp_avg_sq"
-        lists: list[Sequence[Any]] = [params]
-        lists += [[state.get(name) for state in states] for name in ("exp_avg", "exp_avg_sq", second)]
-        codes = [_known_dtypes(listed) for listed in lists]
+        names = ["exp_avg", "exp_avg_sq"] + (["max_exp_avg_sq"] if group.get("amsgrad") else [])
+        lists: list[Sequence[Any]] = [params, *([state.get(name) for state in states] for name in names)]
         steps = _steps(states)
         rates = [*group["betas"], group["eps"]]
         if steps is None or not all(type(rate) is float for rate in rates):
             return None
-        kept = [each for each in codes if each is not None]
-        if len(kept) < len(codes) or not all(np.array_equal(each, kept[0]) for each in kept):
+        codes = [each for listed in lists if (each := _known_dtypes(listed)) is not None]
+        if len(codes) < len(lists) or not all(np.array_equal(each, codes[0]) for each in codes):
             return None
-        sizes = np.array(list(map(_numel, params)), dtype=np.int64)
+        sizes = list(map(_numel, params))
         try:
             if not all(all(map(_is_contiguous, listed)) for listed in lists) and not _alike(lists):
                 return None
             addresses = np.array([list(map(_address, listed)) for listed in lists], dtype=np.uint64)
         except (RuntimeError, NotImplementedError):
             return None
-        same_sizes = all(list(map(_numel, listed)) == sizes.tolist() for listed in lists[1:])
-        if not same_sizes or addresses.min() < _LOWEST_ADDRESS:
+        if addresses.min() < _LOWEST_ADDRESS or any(list(map(_numel, listed)) != sizes for listed in lists[1:]):
             return None
+        addresses = addresses[[0, 1, 2, len(lists) - 1]]  # the last is what updates divide by
         block = np.empty((10, len(params)))
-        self._adam(*_at(len(params), addresses, steps, sizes, kept[0], np.array(rates), block))
+        numbers = np.array(sizes, dtype=np.int64)
+        self._adam(*_at(len(params), addresses, steps, numbers, codes[0], np.array(rates), block))
         return block
 
 
@@ -113,7 +112,7 @@ current: Library | None = None
 """The library in use; None while there is none, and where nobody wants one."""
 
 
-def _at(*arguments: int | NDArray[Any]) -> list[int]:
+def _at(*arguments: int | NDArray[Any] | None) -> list[Any]:
     return [argument.ctypes.data if isinstance(argument, np.ndarray) else argument for argument in arguments]
 
 
@@ -121,21 +120,27 @@ def _known_dtypes(tensors: Sequence[Any]) -> NDArray[np.int8] | None:
     """Codes of the dtypes; None if something is not an ordinary tensor in main memory, of a dtype that is known."""
     if not _ORDINARY_TYPES.issuperset(map(type, tensors)) or not all(map(_is_cpu, tensors)):
         return None
-    dtypes = list(map(_dtype, tensors))
-    if not CODES.keys() >= set(dtypes):
+    dtypes = set(map(_dtype, tensors))
+    if not CODES.keys() >= dtypes:
         return None
-    return np.array([CODES[dtype] for dtype in dtypes], dtype=np.int8)
+    if len(dtypes) == 1:
+        return np.full(len(tensors), CODES[dtypes.pop()], dtype=np.int8)
+    return np.array([CODES[tensor.dtype] for tensor in tensors], dtype=np.int8)
 
 
 def _steps(states: Sequence[Mapping[str, Any]]) -> NDArray[np.float64] | None:
+    """Updates so far of each parameter; None where they are not numbers in main memory."""
     steps: list[Any] = [state.get("step") for state in states]
     kinds = set(map(type, steps))
-    if kinds == {Tensor}:
-        dtypes = set(map(_dtype, steps))
-        if not all(map(_is_cpu, steps)) or len(dtypes) > 1 or any(step.dim() for step in steps):
-            return None
-        return torch.stack(steps).double().numpy()
-    return np.array(steps, dtype=np.float64) if kinds <= {int, float} else None
+    if kinds <= {int, float}:
+        return np.array(steps, dtype=np.float64)
+    if kinds != {Tensor} or not all(map(_is_cpu, steps)):
+        return None
+    try:
+        stacked = torch.stack(steps)
+    except RuntimeError:  # of several dtypes or shapes
+        return None
+    return stacked.double().numpy() if stacked.dim() == 1 else None
 
 
 def _alike(lists: Sequence[Sequence[Tensor]]) -> bool:
