@@ -38,10 +38,15 @@ def measure(tensors: Sequence[Tensor]) -> Tensor:
     return torch.stack([norms, largest, counts])
 
 
+def measurable_by_triton(tensors: Sequence[Tensor]) -> bool:
+    """Whether all of them lie on a CUDA device without gaps."""
+    return all(tensor.is_cuda and gapless(tensor) for tensor in tensors)
+
+
 def _measure_by_triton(tensors: Sequence[Tensor]) -> Tensor | None:
     """None where stock operations have to: an unusual layout, or after the first fault."""
     global by_triton, triton_failed
-    if not all(tensor.is_cuda and gapless(tensor) for tensor in tensors):
+    if not measurable_by_triton(tensors):
         return None
     try:
         from gradexporter.stats import multi_tensor  # Triton is optional, and slow to import
