@@ -176,6 +176,7 @@ def join_group(name: str = "own") -> None:
     store = dist.PrefixStore(name, _store)
     world = int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo", store=store, rank=rank(), world_size=world, timeout=timedelta(seconds=60))
+    dist.barrier()  # else a rank that is done may hang up on one that still connects
 
 
 @contextmanager

@@ -111,6 +111,7 @@ def test_a_run_id_that_was_given_stands(two_ranks: Ranks, order: str) -> None:
 
 def identities_over_a_file(folder: str) -> str:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank(), world_size=2)
+    dist.barrier()
     model = Net()
     with watching(model, torch.optim.SGD(model.parameters(), lr=0.01)) as monitor:
         assert monitor.snapshot is not None
