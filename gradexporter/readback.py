@@ -79,6 +79,10 @@ class Plan:
     """For each parameter the ranks that hold the same values: 1/copies of a square counts here, so that shares of
     ranks can be added. None where this rank holds the whole model."""
 
+    def owners_of(self, positions: Sequence[int]) -> Indexes:
+        """The layers of the parameters at these positions, which are sorted."""
+        return self.owners if len(positions) == len(self.owners) else self.owners[list(positions)]
+
     def shared(self, norms: Values, positions: Sequence[int]) -> Values:
         """The part of these norms that counts on this rank."""
         return norms if self.copies is None else norms / np.sqrt(self.copies[list(positions)])
@@ -231,11 +235,12 @@ def _fold_gradients(
     block = _array(pending.blocks["gradients"])
     if scale:
         block = np.concatenate([block[:2] / scale, block[2:]])
-    owners = pending.plan.owners[list(pending.gradients)]
+    owners = pending.plan.owners_of(pending.gradients)
     size = len(pending.plan.layers)
     seen = np.zeros(size, dtype=bool)
     seen[owners] = True
-    seen[pending.plan.owners[list(pending.unknown)]] = False
+    if pending.unknown:
+        seen[pending.plan.owners[list(pending.unknown)]] = False
     norms, rest = pending.plan.shared(block[0], pending.gradients), block[1:]
     # Norms alone come from a clip, and all of them are finite: then every element is.
     counts = rest[1] if len(rest) else np.zeros(len(norms))
@@ -253,7 +258,9 @@ def _fold_gradients(
 def _fold_change(pending: Pending, reread: Reread, fields: dict[str, Any], scale: float | None) -> None:
     """What clipping did; ``reread`` learns from it, and picks its parameters where only this thread sees values."""
     gradients, again = _array(pending.blocks["gradients"]), _array(pending.blocks["reread"])
-    before = gradients[:, [pending.gradients.index(position) for position in pending.references]]
+    everything = len(pending.gradients) == len(pending.plan.owners)
+    at = [position if everything else pending.gradients.index(position) for position in pending.references]
+    before = gradients[:, at]
     if scale and pending.scaled != pending.still_scaled:
         before = before / scale if pending.scaled else before * scale
     change = reread.change(before, again)
@@ -283,7 +290,7 @@ def _fold_state(
         nonfinite["parameter"] = float(counts.sum())
     for name, positions in pending.moments.items():
         _, largest, counts = _array(pending.blocks[name])
-        holders = owners[list(positions)]
+        holders = pending.plan.owners_of(positions)
         seen = np.zeros(size, dtype=bool)
         seen[holders] = True
         columns[f"{name}_max_abs"] = (_largest(holders, largest, size), seen)
@@ -336,11 +343,16 @@ def _fold_activations(
         columns["dtype_max"] = (pending.dtype_max, ran)
 
 
+_LEAST_SAFE, _MOST_SAFE = 1e-100, 1e100
+
+
 def _added(owners: Indexes, values: Values, size: int, *, squared: bool = False) -> Values:
     """Sum, or root of the sum of squares, by layer; scaled so that no square overflows."""
     if not squared:
         return np.asarray(np.bincount(owners, weights=values, minlength=size), dtype=np.float64)
-    top = float(np.max(values, initial=0.0))
+    top = float(values.max(initial=0.0))
+    if _LEAST_SAFE < top < _MOST_SAFE:  # nearly always, and then no square leaves the range of float64
+        return np.asarray(np.sqrt(np.bincount(owners, weights=values * values, minlength=size)))
     unit = top if 0 < top < math.inf else 1.0
     with np.errstate(invalid="ignore", over="ignore", under="ignore"):
         return np.asarray(np.sqrt(np.bincount(owners, weights=(values / unit) ** 2, minlength=size)) * unit)
@@ -354,4 +366,7 @@ def _largest(owners: Indexes, values: Values, size: int) -> Values:
 
 
 def _hypot(norms: Values) -> float:
+    top = float(norms.max(initial=0.0))
+    if _LEAST_SAFE < top < _MOST_SAFE:
+        return math.sqrt(float(norms @ norms))
     return float(_added(np.zeros(len(norms), dtype=np.intp), norms, 1, squared=True)[0])

@@ -109,7 +109,8 @@ class Reread:
             smaller = high <= 1 + self._tolerance and low < 1 - self._tolerance
             return Change(None, smaller)
         norms = now[0][usable[0]] / was[0][usable[0]]
-        factor = float(np.median(norms if norms.size else factors))
+        listed = sorted((norms if norms.size else factors).tolist())
+        factor = listed[len(listed) // 2]
         if abs(factor - 1) < _UNTOUCHED:
             return Change(1.0, False)
         self.clips = True

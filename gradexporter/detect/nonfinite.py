@@ -33,13 +33,33 @@ _LAYER_COLUMNS = {
 }
 """Readings that tell whether a quantity is finite; a ``_nonfinite`` column is a count."""
 
+_ALL_FIELDS = tuple(name for names in _RUN_FIELDS.values() for name in names)
+_ALL_COLUMNS = tuple(name for names in _LAYER_COLUMNS.values() for name in names)
+
 
 def nonfinite_quantities(report: StepReport) -> tuple[Quantity, ...]:
     """What is not finite in this step, in execution order.
 
     The gradient of a skipped update does not count: that is how a loss scaler finds its scale.
     """
+    if _is_plainly_finite(report):
+        return ()
     return tuple(quantity for quantity in NONFINITE_QUANTITIES if _is_nonfinite(report, quantity))
+
+
+def _is_plainly_finite(report: StepReport) -> bool:
+    """Whether counts of zero and finite sums say so at a glance, as in nearly every step."""
+    if any(report.nonfinite.values()):
+        return False
+    total = sum([value for name in _ALL_FIELDS if (value := getattr(report, name)) is not None])
+    for name in _ALL_COLUMNS:
+        column = report.layers.columns.get(name)
+        if column is not None:
+            summed = float(column[0].sum())
+            if name.endswith("_nonfinite") and summed != 0:
+                return False
+            total += summed
+    return math.isfinite(total)
 
 
 def _is_nonfinite(report: StepReport, quantity: Quantity) -> bool:
