@@ -131,6 +131,7 @@ class Reader:
     def report(self, pending: Pending) -> StepReport:
         """The unjudged report of a step; waits for its copy, so never on the trainer thread."""
         _land(pending)
+        _join_compiled(pending)
         before = self._norms.get(pending.optimizer)
         known = before[1] if before is not None and before[0] == pending.step - 1 else None
         report = _report(pending, known)
@@ -207,6 +208,18 @@ def _land(pending: Pending) -> None:
     pending.losses = [taken(value) for value in pending.losses]  # type: ignore[misc]
     pending.rates = [taken(value) for value in pending.rates]  # type: ignore[misc]
     pending.copy = None
+
+
+def _join_compiled(pending: Pending) -> None:
+    """Turns the rows that compiled code filled on a device into activations like the others."""
+    for name in [name for name in pending.blocks if name.startswith("compiled")]:
+        *sums, when, dtype_max = _array(pending.blocks.pop(name))
+        pending.blocks[f"activations {name}"] = np.array(sums)
+        ran = when > 0
+        if pending.order is not None and (pending.order[ran] < 0).any():
+            pending.order = np.where(ran, when, pending.order)  # a graph was replayed: only the device knows when
+        if pending.dtype_max is not None:
+            pending.dtype_max = np.where(ran, dtype_max, pending.dtype_max)
 
 
 def _number(value: Number | Values) -> float:

@@ -173,6 +173,17 @@ LOOPS: dict[str, Loop] = {
         "over 150 architectures of transformers and of torch.nn: bare, checkpointed, data parallel, sharded",
         "names, outputs and gradients of all layers; losses, weights and warnings as alone",
     ),
+    "compile": Loop(
+        "`torch.compile` of the model, of its blocks, of the loss, of the optimizer's step, of the whole step",
+        "as without it, at 0 graph breaks and 0 recompilations more; bit by bit the same losses",
+        "outputs in the branches of `torch.cond`, in the bodies of its loops and in transforms of `torch.func`; with "
+        "torch 2.6 all outputs in compiled code",
+    ),
+    "compile-late": Loop(
+        "`watch()` after the first compiled step",
+        "as above from the next step on, which compiles once more",
+        "outputs, where compiling once more would raise; a warning says so, and `activation` is 0",
+    ),
     "copies": Loop("copies, pickles and forks of a watched model", "nothing of ours travels or hangs"),
 }
 

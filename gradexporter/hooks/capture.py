@@ -6,11 +6,9 @@ Runs on the trainer thread. Every entry point is fenced: a fault of ours is coun
 from __future__ import annotations
 
 import collections
-import functools
 import threading
 import time
-import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,13 +18,13 @@ from torch.amp.grad_scaler import GradScaler
 from gradexporter import stats
 from gradexporter.config import Config
 from gradexporter.fence import Fence
-from gradexporter.hooks import clipping, points, scaler
+from gradexporter.hooks import clipping, compiled, points, scaler
 from gradexporter.hooks.attachment import LayerHooks
 from gradexporter.hooks.batch import MOST_PARTS, floating, valueless
 from gradexporter.hooks.cadence import Cadence
 from gradexporter.hooks.gradients import Gradients
 from gradexporter.hooks.guarded import fenced, quietly
-from gradexporter.hooks.layers import find_layers
+from gradexporter.hooks.layers import find_layers, without_data_parallel
 from gradexporter.hooks.optimizers import Together, announcers, rates_of
 from gradexporter.hooks.outputs import Outputs
 from gradexporter.hooks.partitions import Partitioned
@@ -72,7 +70,7 @@ class Capture:
         }
         self.monitor: object = None
         """Whoever must live as long as the hooks do."""
-        self._model: nn.Module | None = model
+        self.model: nn.Module | None = model
         self._optimizers = list(optimizers)
         self._parameterless = config.activations == "all"
         self._kernels = config.kernels
@@ -86,24 +84,26 @@ class Capture:
         self._clean_state = CleanState()
         self._next = config.start_step
         self._closed: Pending | None = None
+        self.ending: tuple[int, Any] | None = None
+        """Optimizer whose compiled update is announced, and closed with the next event."""
         self._closed_before: float | None = None
         self._losses: collections.deque[Number] = collections.deque(maxlen=MOST_PARTS)
         self._loss_comes_first = False
         self._backward_seen = False
         self._sight = Sight()
         self._ranges: dict[str, list[stats.Block]] = {"input": [], "target": []}
-        self._sources: dict[str, bool] = {"input": False, "target": False}
+        self.sources: dict[str, bool] = {"input": False, "target": False}
         self._in_training_forward = False
-        self._trained_in = {True: False, False: False}
-        self._trains_in_eval = False
-        self._activation_seconds = 0.0
-        self._full_activations = cadence.full("activation", self._next)
+        self.trained_in = {True: False, False: False}
+        self.trains_in_eval = False
+        self.activation_seconds = 0.0
+        self.full_activations = cadence.full("activation", self._next)
         goes_on = config.start_step > 1
         self._restarts = {index: Restart() for index in range(len(self._optimizers))} if goes_on else {}
         self._when_reduced = WhenReduced()
         self._gradients = Gradients(self.signals, scaling, self._when_reduced)
         self._modules: list[nn.Module | None] = []
-        self._outputs = Outputs(0)
+        self.outputs = Outputs(0)
         self._survey(model)
 
     def _survey(self, model: nn.Module) -> None:
@@ -124,7 +124,7 @@ class Capture:
         modules = [layer.module for layer in self.layers]
         if modules != self._modules:
             self._modules = modules
-            self._outputs = Outputs(len(modules))
+            self.outputs = Outputs(len(modules))
 
     @property
     def last_step(self) -> int | None:
@@ -149,26 +149,26 @@ class Capture:
         """The next step is number ``step`` of a run that goes on."""
         self._next = step
         self._restarts = {index: Restart() for index in range(len(self._optimizers))}
-        self._full_activations = self._cadence.full("activation", step)
+        self.full_activations = self._cadence.full("activation", step)
 
     # -- attaching ------------------------------------------------------------------------------
 
     def attach(self) -> None:
         """Sets every hook; raises what torch raises, with nothing left behind."""
-        assert self._model is not None
+        assert self.model is not None
         try:
-            self._layer_hooks.attach(self, self._model, self._watched)
-            self._hold(self._model.register_forward_pre_hook(points.Entering(self), with_kwargs=True))
-            self._hold(self._model.register_forward_hook(points.Leaving(self), always_call=True))
-            me = weakref.ref(self)  # an optimizer alone keeps nothing of ours alive
+            place = self._layer_hooks.attach(self, self.model, self._watched)
+            entrance = without_data_parallel(self.model)
+            self._hold(entrance.register_forward_pre_hook(points.Entering(self, place), with_kwargs=True))
+            self._hold(entrance.register_forward_hook(points.Leaving(self), always_call=True))
             for index, optimizer in enumerate(self._optimizers):
                 for one in announcers(optimizer):
-                    self._hold(one.register_step_pre_hook(functools.partial(_before, me, index)))
-                    self._hold(one.register_step_post_hook(functools.partial(_after, me, index)))
+                    self._hold(one.register_step_pre_hook(points.Updating(self, index, one)))
+                    self._hold(one.register_step_post_hook(points.Updated(self, index, one)))
             scaler.listen(self)
             clipping.listen(self)
             stats.kernels.process.ask(self, self._kernels, self.fence.record)
-            self._clean_state.attach(self._model.modules())
+            self._clean_state.attach(self.model.modules())
         except BaseException:
             self.detach()
             raise
@@ -176,7 +176,7 @@ class Capture:
 
     def watches(self, model: nn.Module) -> bool:
         """Whether this is the capture of ``model``."""
-        return self._model is model
+        return self.model is model
 
     def detach(self) -> None:
         """Removes every hook; a second call does nothing."""
@@ -191,9 +191,9 @@ class Capture:
 
     def forget(self) -> None:
         """Lets go of model and optimizers, so that a closed monitor keeps no parameter alive."""
-        self._model = None
+        self.model = None
         self._optimizers, self._watched, self._closed = [], [], None
-        self.layers, self._modules, self._outputs = [], [], Outputs(0)
+        self.layers, self._modules, self.outputs = [], [], Outputs(0)
         self._lookout = Lookout([], [])
 
     def _hold(self, handle: Any) -> None:
@@ -208,10 +208,9 @@ class Capture:
 
     def _survey_again(self) -> None:
         """A parameter joined or left a group: the layers are found anew."""
-        assert self._model is not None
-        self._layer_hooks.detach()
-        self._survey(self._model)
-        self._layer_hooks.attach(self, self._model, self._watched)
+        assert self.model is not None
+        self._survey(self.model)
+        self._layer_hooks.attach(self, self.model, self._watched)
 
     # -- forward --------------------------------------------------------------------------------
 
@@ -223,7 +222,7 @@ class Capture:
 
     def _replaced(self) -> bool:
         held = {identity for watched in self._watched for identity in watched.held}
-        return self._model is not None and bool(held) and held.isdisjoint(optimized_by(self._model))
+        return self.model is not None and bool(held) and held.isdisjoint(optimized_by(self.model))
 
     @fenced
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -231,19 +230,30 @@ class Capture:
             self._look()
             if self._lookout.rearranged():
                 self._survey_again()
+        if self.ending is not None:
+            self._end_compiled()
         grad = torch.is_grad_enabled()
-        self._in_training_forward = grad and (module.training or self._trains_in_eval)
+        self._in_training_forward = grad and (module.training or self.trains_in_eval)
         if grad:
-            self._trained_in[module.training] = True
+            self.trained_in[module.training] = True
         self._layer_hooks.shelter(module.training)
         self._when_reduced.entering()
-        self._enter_phase("train" if module.training or self._in_training_forward else "eval")
+        self.enter_phase("train" if module.training or self._in_training_forward else "eval")
         if self._in_training_forward:
-            if not self._sources["input"]:
-                self._measure_range("input", (args, kwargs))
+            if not self.sources["input"]:
+                self.measure_range("input", (args, kwargs))
             self.seal()  # last: from here on the worker wants the interpreter too
 
-    def _enter_phase(self, phase: str) -> None:
+    def begin_forward(self) -> None:
+        """A training forward begins in compiled code."""
+        if self._sight.lost(self._replaced):
+            self.signals["gradient"] = False
+        if self._lookout:
+            self._look()
+        self._when_reduced.entering()
+        self.seal()
+
+    def enter_phase(self, phase: str) -> None:
         if phase != self._phase_now:
             self._phase_now = phase
             self._phase(phase)
@@ -262,38 +272,38 @@ class Capture:
         """Whether an output belongs to training; reentrant checkpointing runs its forward without grad mode."""
         if self._in_training_forward:
             return True
-        model = self._model
-        return torch.is_grad_enabled() and model is not None and (model.training or self._trains_in_eval)
+        model = self.model
+        return torch.is_grad_enabled() and model is not None and (model.training or self.trains_in_eval)
 
     def layer_output(self, layer: int, output: Any) -> None:
         """One layer has returned ``output``."""
-        if self._outputs.passed_over(layer) or not self.alive or valueless():
+        if self.outputs.passed_over(layer) or not self.alive or valueless():
             return
         if torch._C._current_graph_task_id() != -1:
             # Inside a backward a checkpointed forward is computed again: measured then if it was not before.
-            if self._outputs.seen(layer) or not torch.is_grad_enabled():
+            if self.outputs.seen(layer) or not torch.is_grad_enabled():
                 return
         elif not (self._in_training_forward or self._measures()):
             return
         began = time.perf_counter()
         try:
             if torch._C._len_torch_dispatch_stack():
-                quietly(self._measure_output, layer, output)
+                quietly(self.measure_output, layer, output)
             else:
-                self._measure_output(layer, output)
+                self.measure_output(layer, output)
         except Exception as error:
             self.fence.record("hooks", error)
         finally:
             spent = time.perf_counter() - began
             self.seconds += spent
-            self._activation_seconds += spent
+            self.activation_seconds += spent
 
-    def _measure_output(self, layer: int, output: Any) -> None:
+    def measure_output(self, layer: int, output: Any) -> None:
         if self._lookout.due and torch._C._current_graph_task_id() == -1:
             self._look()
-        if self._closed is not None:
+        if self._closed is not None or self.ending is not None:
             self.seal()
-        self._outputs.add(layer, output, full=self._full_activations)
+        self.outputs.add(layer, output, full=self.full_activations)
 
     # -- backward -------------------------------------------------------------------------------
 
@@ -422,6 +432,11 @@ class Capture:
         watched.stepped = True
         watched.measure_one_by_one([p for group in optimizer.param_groups for p in group["params"]])
 
+    def _end_compiled(self) -> None:
+        ending, self.ending = self.ending, None
+        if ending is not None:
+            self.step_ended(*ending)
+
     @fenced
     def step_ended(self, index: int, optimizer: Any) -> None:
         """``optimizer.step()`` has changed the parameters."""
@@ -443,12 +458,12 @@ class Capture:
             watched.forget_step()
             self._ranges = {"input": [], "target": []}
             self._backward_seen = False
-            self._activation_seconds = self._gradients.seconds = 0.0
-            self._full_activations = self._cadence.full("activation", self._next)
-        if self._trained_in[True] or self._trained_in[False]:
-            self._trains_in_eval = not self._trained_in[True]
-            self._trained_in = {True: False, False: False}
-        self._enter_phase("train")
+            self.activation_seconds = self._gradients.seconds = 0.0
+            self.full_activations = self._cadence.full("activation", self._next)
+        if self.trained_in[True] or self.trained_in[False]:
+            self.trains_in_eval = not self.trained_in[True]
+            self.trained_in = {True: False, False: False}
+        self.enter_phase("train")
 
     def _closing(
         self, watched: Watched, step: int, started: float | None, now: float, losses: list[Number], *, applied: bool
@@ -476,15 +491,15 @@ class Capture:
         with self.fence.guarding("hooks"):  # one by one: a step without its state is still a step
             self._close_numbers(watched, pending)
         with self.fence.guarding("hooks"):
-            self.signals["activation"] = self._outputs.close(watched.plan.indexes, pending)
+            self.signals["activation"] = self._close_outputs(watched, pending)
         with self.fence.guarding("hooks"):
             if self._cadence.full("state", pending.step) and watched.parameters:
                 state_seconds = self._close_state(watched, pending)
         self._cadence.spent(
             None if started is None else now - started,
             state=state_seconds,
-            activation_full=self._activation_seconds if self._full_activations else None,
-            activation_sentinel=None if self._full_activations else self._activation_seconds,
+            activation_full=self.activation_seconds if self.full_activations else None,
+            activation_sentinel=None if self.full_activations else self.activation_seconds,
         )
         closed_on(pending)
         return pending
@@ -510,6 +525,11 @@ class Capture:
             if ranges:
                 pending.numbers[f"{name}_max_abs"], pending.numbers[f"{name}_nonfinite"] = stats.extremes(ranges)
 
+    def _close_outputs(self, watched: Watched, pending: Pending) -> bool:
+        rows = self._layer_hooks.rows if compiled.in_use else {}
+        ran = self.outputs.close(watched.plan.indexes, pending, rows)
+        return not self._layer_hooks.passed_over(watched, pending) and ran
+
     def _close_state(self, watched: Watched, pending: Pending) -> float:
         began = time.perf_counter()
         watched.close_state(pending)
@@ -527,6 +547,8 @@ class Capture:
             quietly(self._observe, loss, inputs, targets)
 
     def _observe(self, loss: Number | None, inputs: Any, targets: Any) -> None:
+        if self.ending is not None:
+            self._end_compiled()
         if loss is not None:
             # Where the forward is not seen (compiled before us), a loop that observes before its backward
             # must not give this loss to the step before.
@@ -538,10 +560,10 @@ class Capture:
             self.signals["loss"] = True
         for name, batch in (("input", inputs), ("target", targets)):
             if batch is not None:
-                self._sources[name] = True
-                self._measure_range(name, batch)
+                self.sources[name] = True
+                self.measure_range(name, batch)
 
-    def _measure_range(self, name: str, batch: Any) -> None:
+    def measure_range(self, name: str, batch: Any) -> None:
         tensors = [tensor for tensor in map(stats.plain, floating(batch)) if tensor.numel()]
         if tensors:
             ranges = self._ranges[name]
@@ -551,6 +573,8 @@ class Capture:
 
     def seal(self, older_than: float = 0.0) -> None:
         """Hands the closed step over, if there is one and it closed ``older_than`` seconds ago."""
+        if self.ending is not None and not older_than:
+            self._end_compiled()
         if self._closed is None:
             return
         with self._lock:
@@ -560,15 +584,3 @@ class Capture:
             self._closed = None
             pack(closed)
             self._submit(closed)
-
-
-def _before(capture: weakref.ref[Capture], index: int, optimizer: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
-    live = capture()
-    if live is not None and live.alive:
-        live.step_begins(index, optimizer, bool(kwargs.get("closure") or len(args) > 1))
-
-
-def _after(capture: weakref.ref[Capture], index: int, optimizer: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
-    live = capture()
-    if live is not None and live.alive:
-        live.step_ended(index, optimizer)

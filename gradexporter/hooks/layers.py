@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from torch import nn
 
@@ -92,3 +93,10 @@ def _walk(module: nn.Module, prefix: str, seen: set[int]) -> Iterator[tuple[str,
 
 def _wraps(module: nn.Module) -> bool:
     return any(cls.__name__ in _WRAPPERS_BY_MODULE for cls in type(module).__mro__)
+
+
+def without_data_parallel(model: nn.Module) -> nn.Module:
+    """The module that a ``DistributedDataParallel`` runs; a hook on the wrapper itself would cost a graph break."""
+    while any(cls.__name__ == "DistributedDataParallel" for cls in type(model).__mro__):
+        model = cast(nn.Module, model.module)
+    return model

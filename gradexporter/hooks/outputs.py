@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from gradexporter import stats
+from gradexporter.hooks import compiled
 from gradexporter.hooks.batch import floating
 from gradexporter.readback import Pending
 from gradexporter.records import Values
@@ -59,8 +60,13 @@ class Outputs:
         else:
             for tensor in floating(output):
                 self._add(layer, stats.plain(tensor), full)
-        self._order[layer] = self._rank
-        self._rank += 1
+        self.ran(layer)
+
+    def ran(self, layer: int) -> None:
+        """The layer is the latest to have returned."""
+        if self._order[layer] != self._rank - 1 or not self._rank:  # not another part of what it just returned
+            self._order[layer] = self._rank
+            self._rank += 1
 
     def _add(self, layer: int, tensor: Tensor, full: bool) -> None:
         if not tensor.numel():
@@ -72,8 +78,11 @@ class Outputs:
         self._dtypes[layer] = tensor.dtype
         accumulator.add(layer, tensor, full=full)
 
-    def close(self, layers: Sequence[int], pending: Pending) -> bool:
-        """Moves the sums of these layers into a closing step; whether any of them ran."""
+    def close(self, layers: Sequence[int], pending: Pending, rows: Mapping[int, Tensor]) -> bool:
+        """Moves the sums of these layers into a closing step; whether any of them ran.
+
+        ``rows`` holds what compiled code has measured of a layer on an accelerator.
+        """
         whole = len(layers) == len(self._order)  # one optimizer has them all, in order
         pending.order = np.array(self._order if whole else [self._order[layer] for layer in layers])
         dtypes = self._dtypes if whole else [self._dtypes[layer] for layer in layers]
@@ -88,7 +97,18 @@ class Outputs:
                 self._order[layer] = -1.0
                 self._calls[layer] = 0
         self._rank = 0
-        return bool((pending.order >= 0).any())
+        for place in compiled.in_use:
+            _close_rows(place, layers, pending, rows)
+        return bool((pending.order >= 0).any()) or any(name.startswith("compiled") for name in pending.blocks)
+
+
+def _close_rows(place: torch.device, layers: Sequence[int], pending: Pending, rows: Mapping[int, Tensor]) -> None:
+    there = [rows[layer] for layer in layers if layer in rows and rows[layer].device == place]
+    if there:
+        nothing = torch.zeros_like(there[0])
+        held = [rows[layer] if layer in rows and rows[layer].device == place else nothing for layer in layers]
+        pending.blocks[f"compiled {place}"] = torch.stack(held, dim=1)
+        torch._foreach_zero_(there)
 
 
 def _largest_of(dtypes: Sequence[torch.dtype]) -> Values:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+
+from gradexporter.hooks import compiled, within
 
 if TYPE_CHECKING:
     from gradexporter.hooks.capture import Capture
@@ -22,7 +25,7 @@ back where gradexporter is not installed."""
 class Point:
     """A hook that does not travel: a copied or unpickled model has ``_INERT`` in its place."""
 
-    __slots__ = ("capture",)
+    __slots__ = ("__weakref__", "capture")
 
     def __init__(self, capture: Capture) -> None:
         self.capture = capture
@@ -37,11 +40,74 @@ class Point:
 class Entering(Point):
     """Before the forward of the watched model."""
 
-    __slots__ = ()
+    __slots__ = ("arrival", "inputs", "mark")
 
+    def __init__(self, capture: Capture, place: torch.device) -> None:
+        """``place`` is where the model computes."""
+        super().__init__(capture)
+        self.mark = compiled.mark(self, place)
+        self.arrival = _Input(capture)
+        self.inputs = compiled.mark(self.arrival, place) if place.type == "cpu" else None
+
+    @compiled.untraced
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if not torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            compiled.announce(self.mark)
+            compiled.trace_each(self.inputs, (*args, *kwargs.values()))
+        else:
             self.capture.entering(module, args, kwargs)
+
+    def arrived(self, output: Tensor) -> None:
+        """The forward has begun in compiled code."""
+        within.entering(self.capture)
+
+    def launched(self, recording: bool) -> bool | None:
+        """The same on an accelerator; nothing to measure."""
+        if not recording:
+            within.entering(self.capture)
+        return None
+
+
+class _Input:
+    """What the watched model is given in compiled code."""
+
+    __slots__ = ("__weakref__", "capture")
+
+    def __init__(self, capture: Capture) -> None:
+        self.capture = capture
+
+    def arrived(self, output: Tensor) -> None:
+        """One tensor that the model was given."""
+        within.given(self.capture, output)
+
+
+class Witness(Point):
+    """Notes that the forward of its module has called hooks."""
+
+    __slots__ = ("_outside_counts", "called", "mark")
+
+    def __init__(self, capture: Capture, place: torch.device, *, outside_counts: bool) -> None:
+        """``outside_counts``: also when it was called outside of compiled code."""
+        super().__init__(capture)
+        self.called = False
+        self._outside_counts = outside_counts
+        self.mark = compiled.mark(self, place)
+
+    @compiled.untraced
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling():
+            compiled.announce(self.mark)
+        elif self._outside_counts:
+            self.called = True
+
+    def arrived(self, output: Tensor) -> None:
+        """The same in compiled code."""
+        self.called = True
+
+    def launched(self, recording: bool) -> bool | None:
+        """The same on an accelerator; nothing to measure."""
+        self.called = True
+        return None
 
 
 class Leaving(Point):
@@ -49,6 +115,7 @@ class Leaving(Point):
 
     __slots__ = ()
 
+    @compiled.untraced
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         if not torch.compiler.is_compiling():
             self.capture.leaving()
@@ -57,15 +124,77 @@ class Leaving(Point):
 class LayerOutput(Point):
     """After the forward of one layer."""
 
-    __slots__ = ("layer",)
+    __slots__ = ("layer", "mark")
 
-    def __init__(self, capture: Capture, layer: int) -> None:
+    def __init__(self, capture: Capture, layer: int, place: torch.device) -> None:
+        """``place`` is where the layer computes."""
         super().__init__(capture)
-        self.layer = layer
+        self.layer = layer  # never read while dynamo traces: it may change, and layers may share compiled code
+        self.mark = compiled.mark(self, place)
 
+    @compiled.untraced
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            compiled.trace(self.mark, output)
+        else:
             self.capture.layer_output(self.layer, output)
+
+    def arrived(self, output: Tensor) -> None:
+        """The layer has returned ``output`` in compiled code."""
+        within.returned(self.capture, self.layer, output)
+
+    def launched(self, recording: bool) -> bool | None:
+        """An output is about to be measured on an accelerator: whether in full; None for not at all."""
+        return True if recording else within.launched(self.capture, self.layer)
+
+
+class Updating:
+    """Before ``optimizer.step()``; keeps nothing of ours alive, for an optimizer may outlive its model."""
+
+    __slots__ = ("__weakref__", "_capture", "_index", "_optimizer", "mark")
+
+    def __init__(self, capture: Capture, index: int, optimizer: Any) -> None:
+        """``index`` is the place of what is updated among the optimizers of ``capture``."""
+        self._capture = weakref.ref(capture)
+        self._index = index
+        self._optimizer = weakref.ref(optimizer)
+        self.mark = compiled.mark(self, torch.device("cpu"))
+
+    @compiled.untraced
+    def __call__(self, optimizer: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
+        if torch.compiler.is_compiling():
+            compiled.announce(self.mark)
+            return
+        capture = self._capture()
+        if capture is not None:
+            capture.step_begins(self._index, optimizer, bool(kwargs.get("closure") or len(args) > 1))
+
+    def arrived(self, output: Tensor) -> None:
+        """A compiled ``step`` is about to change the parameters."""
+        capture, optimizer = self._capture(), self._optimizer()
+        if capture is not None and optimizer is not None:
+            capture.step_begins(self._index, optimizer, False)
+
+
+class Updated(Updating):
+    """After ``optimizer.step()``."""
+
+    __slots__ = ()
+
+    @compiled.untraced
+    def __call__(self, optimizer: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
+        if torch.compiler.is_compiling():
+            compiled.announce(self.mark)
+            return
+        capture = self._capture()
+        if capture is not None:
+            capture.step_ended(self._index, optimizer)
+
+    def arrived(self, output: Tensor) -> None:
+        """A compiled ``step`` has changed them."""
+        capture, optimizer = self._capture(), self._optimizer()
+        if capture is not None and optimizer is not None:
+            within.step_ends(capture, self._index, optimizer)
 
 
 class Accumulated:
@@ -86,6 +215,7 @@ class Accumulated:
         self.one_by_one = False
         """Whether each gradient is measured here: at the end of the backward it is gone."""
 
+    @compiled.untraced
     def __call__(self, parameter: Tensor) -> None:
         # Keyed by the graph task: a backward that fails midway never reaches its end, and must not
         # leave a flag behind that blinds the next one.
@@ -105,9 +235,11 @@ class Accumulated:
             capture.backward_began(watched, parameter)
             torch.autograd.Variable._execution_engine.queue_callback(self._first)
 
+    @compiled.untraced
     def _first(self) -> None:
         torch.autograd.Variable._execution_engine.queue_callback(self._second)
 
+    @compiled.untraced
     def _second(self) -> None:
         capture, watched = self._capture(), self._watched()
         if capture is not None and watched is not None:

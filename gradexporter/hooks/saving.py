@@ -71,6 +71,8 @@ def _without_hooks(state: dict[str, Any]) -> dict[str, Any]:
     for name in (*_HOOKS, *_FLAGS):
         if ours.intersection(kept.get(name) or ()):
             kept[name] = OrderedDict((key, value) for key, value in kept[name].items() if key not in ours)
+    if type(kept.get("_parameters")) is OrderedDict:  # for dynamo, see ``compiled.hidden``
+        kept["_parameters"] = dict(kept["_parameters"])
     return kept
 
 

@@ -75,6 +75,29 @@ def adam_norms(states: Sequence[Mapping[str, Any]], group: Mapping[str, Any]) ->
     return torch.stack(norms)
 
 
+ROW = 7
+"""Numbers in a row: sum of squares, largest, zeros, elements, non-finite, when it was, dtype's maximum."""
+
+
+def new_row(place: torch.device) -> Tensor:
+    """The row of a layer that has returned nothing yet."""
+    return torch.zeros(ROW, dtype=torch.float64, device=place)
+
+
+def added(row: Tensor, clock: Tensor, tensor: Tensor, *, full: bool) -> tuple[Tensor, Tensor]:
+    """A row with one more output tensor in it, and the clock one tick later; both are new tensors."""
+    row, clock = row.clone(), clock + 1
+    row[4] += count_nonfinite(tensor)
+    row[5] = clock
+    row[6] = torch.finfo(tensor.dtype).max
+    if full:
+        row[0] += torch.linalg.vector_norm(tensor, 2, dtype=torch.float64).square()
+        row[1] = torch.maximum(row[1], torch.linalg.vector_norm(tensor, math.inf, dtype=torch.float64))
+        row[2] += tensor.numel() - torch.count_nonzero(tensor)
+        row[3] += tensor.numel()
+    return row, clock
+
+
 class Accumulator:
     """Output statistics of all layers over the calls of one step, on one device; see ``host.Accumulator``."""
 
