@@ -109,12 +109,13 @@ def untraced(function: Function) -> Function:
 
 
 def hidden(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """Keeps code that was compiled before from being used for ``modules``, whose hooks it would pass over in silence.
+    """Keeps code that was compiled for others from being used for ``modules``, whose hooks it would pass over in silence.
 
-    Dynamo guards the type of the dict that holds a module's parameters, so another type has it look again. Returns
-    what ``shown`` undoes: nothing where no code is there, or where compiling once more might stop the run.
+    Such code was made before there were hooks, or for a module of the same class that has none, such as a copy. Dynamo
+    guards the type of the dict that holds a module's parameters, and here gets another one than usual. Returns what
+    ``shown`` undoes: nothing where compiling once more might stop the run.
     """
-    if not there() or not _may_compile():
+    if there() and not _may_compile():
         return []
     changed = [module for module in modules if type(module._parameters) is dict]
     for module in changed:
