@@ -109,7 +109,7 @@ def untraced(function: Function) -> Function:
 
 
 def hidden(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """Keeps code that was compiled for others from being used for ``modules``, whose hooks it would pass over in silence.
+    """Keeps code that was compiled for others from being used for ``modules``, whose hooks it would pass over.
 
     Such code was made before there were hooks, or for a module of the same class that has none, such as a copy. Dynamo
     guards the type of the dict that holds a module's parameters, and here gets another one than usual. Returns what
