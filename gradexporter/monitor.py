@@ -12,22 +12,21 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
-from torch.nn.parameter import UninitializedParameter
 
 from gradexporter import identity
-from gradexporter.config import DEFAULT_PORT, Config, ConfigError, resolve
+from gradexporter.config import DEFAULT_PORT, Config, resolve
 from gradexporter.fence import Fence
 from gradexporter.hooks import Capture
 from gradexporter.hooks.batch import valueless
 from gradexporter.hooks.cadence import Cadence
-from gradexporter.hooks.optimizers import groups_of, resolved
-from gradexporter.hooks.partitions import Partitioned, absent, refusal
-from gradexporter.hooks.shares import optimized_by
+from gradexporter.hooks.given import Stepping, checked
+from gradexporter.hooks.optimizers import resolved
+from gradexporter.hooks.partitions import absent
 from gradexporter.judge import Judge
 from gradexporter.ranks import Reduction, agreed
 from gradexporter.records import Finding, Snapshot, State, StepReport
@@ -47,13 +46,6 @@ MOST_HOLD_SECONDS = 30.0
 PHASES = ("train", "eval", "checkpoint")
 
 Loss = TypeVar("Loss")
-
-
-class Stepping(Protocol):
-    """What updates parameters: an optimizer of torch, a wrapper around one, or another object with ``step()``."""
-
-    def step(self, *args: Any, **kwargs: Any) -> Any:
-        """Applies one update."""
 
 
 _log = logging.getLogger("gradexporter")
@@ -76,7 +68,7 @@ def watch(
     cannot be used; after it has returned nothing of ours raises into training.
     """
     config = resolve(settings)
-    optimizers = _checked(model, optimizer, scaler)
+    optimizers = checked(model, optimizer, scaler)
     if config.disabled:
         return Monitor()
     if any(monitor._parts is not None and monitor._parts.capture.watches(model) for monitor in list(_open)):
@@ -107,55 +99,6 @@ def _reduction(capture: Capture) -> Reduction | None:
     if reduction is None:
         _log.warning("gradexporter: all_reduce has no effect: no parameter of this model is spread over ranks")
     return reduction
-
-
-def _checked(model: Any, optimizer: Any, scaler: Any) -> list[Stepping]:
-    if not isinstance(model, nn.Module):
-        raise ConfigError(
-            f"model must be a torch.nn.Module, got {type(model).__name__}: pass the model itself, "
-            "not its parameters or its output"
-        )
-    given = [] if optimizer is None else [optimizer]
-    optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else given
-    if optimizer is not None and not optimizers:
-        raise ConfigError("optimizer cannot be an empty sequence: pass the optimizers that update the model")
-    if isinstance(model, torch.jit.ScriptModule):
-        raise ConfigError(
-            f"model cannot be a {type(model).__name__}: TorchScript takes no hooks; watch the Python module instead"
-        )
-    if any(isinstance(parameter, UninitializedParameter) for parameter in model.parameters()):
-        raise ConfigError(
-            "model has parameters that are not initialised yet (lazy modules): run one forward with a sample "
-            "batch first"
-        )
-    if len({id(one) for one in optimizers}) < len(optimizers):
-        raise ConfigError("optimizer holds the same object twice: pass each optimizer once")
-    own = optimized_by(model)
-    for one in optimizers:
-        if not callable(getattr(one, "step", None)) or isinstance(one, (type, nn.Module)):
-            what = f"the class {one.__name__}" if isinstance(one, type) else type(one).__name__
-            raise ConfigError(
-                f"optimizer must be a torch.optim.Optimizer or another object with step(), or a sequence of them, got "
-                f"{what}: pass the object whose step() updates the model, or none if you change its parameters by hand"
-            )
-        inside = resolved(model, [one])
-        groups = [group for inner in inside for group in groups_of(inner)]
-        held = {id(parameter) for group in groups for parameter in group["params"]}
-        if not isinstance(inside[0], Partitioned) and not held & own:
-            raise ConfigError(
-                f"the optimizer ({type(one).__name__}) holds none of the model's parameters: pass the optimizer "
-                "that was built from this model, after the last .to() or wrap that replaces parameters; under "
-                "DeepSpeed pass the engine and engine.optimizer"
-            )
-        reason = refusal(one)
-        if reason is not None:
-            raise ConfigError(f"the optimizer ({type(one).__name__}) cannot be watched: {reason}")
-    if scaler is not None and not isinstance(scaler, GradScaler):
-        raise ConfigError(
-            f"scaler must be a torch.amp.GradScaler or None, got {type(scaler).__name__}: pass the scaler whose "
-            "step() wraps the optimizer's"
-        )
-    return optimizers
 
 
 def _endpoint(config: Config, worker: Worker, fence: Fence) -> Endpoint | None:

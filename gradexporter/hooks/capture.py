@@ -5,7 +5,6 @@ Runs on the trainer thread. Every entry point is fenced: a fault of ours is coun
 
 from __future__ import annotations
 
-import collections
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -18,23 +17,24 @@ from torch.amp.grad_scaler import GradScaler
 from gradexporter import stats
 from gradexporter.config import Config
 from gradexporter.fence import Fence
-from gradexporter.hooks import clipping, compiled, points, scaler
+from gradexporter.hooks import clipping, closing, points, scaler
 from gradexporter.hooks.attachment import LayerHooks
-from gradexporter.hooks.batch import MOST_PARTS, floating, valueless
+from gradexporter.hooks.batch import valueless
 from gradexporter.hooks.cadence import Cadence
 from gradexporter.hooks.gradients import Gradients
 from gradexporter.hooks.guarded import fenced, quietly
 from gradexporter.hooks.layers import find_layers, without_data_parallel
+from gradexporter.hooks.mode import Mode
+from gradexporter.hooks.observed import Observed
 from gradexporter.hooks.optimizers import Together, announcers, rates_of
 from gradexporter.hooks.outputs import Outputs
-from gradexporter.hooks.partitions import Partitioned
 from gradexporter.hooks.reduction import WhenReduced
 from gradexporter.hooks.restart import Restart
 from gradexporter.hooks.saving import CleanState
 from gradexporter.hooks.shares import find_sharding, optimized_by
 from gradexporter.hooks.unannounced import Lookout, Sight
 from gradexporter.hooks.watched import Watched, held_by
-from gradexporter.readback import Number, Pending, closed_on, pack
+from gradexporter.readback import Number, Pending, pack
 from gradexporter.records import Signature, Values
 
 
@@ -74,34 +74,26 @@ class Capture:
         self._optimizers = list(optimizers)
         self._parameterless = config.activations == "all"
         self._kernels = config.kernels
-        self._cadence = cadence
+        self.cadence = cadence
         self._submit = submit
-        self._phase = phase
-        self._phase_now = "train"
+        self.mode = Mode(phase)
         self._lock = threading.RLock()
         self._handles: list[Any] = []
-        self._layer_hooks = LayerHooks()
+        self.layer_hooks = LayerHooks()
         self._clean_state = CleanState()
         self._next = config.start_step
         self._closed: Pending | None = None
         self.ending: tuple[int, Any] | None = None
         """Optimizer whose compiled update is announced, and closed with the next event."""
         self._closed_before: float | None = None
-        self._losses: collections.deque[Number] = collections.deque(maxlen=MOST_PARTS)
-        self._loss_comes_first = False
-        self._backward_seen = False
-        self._sight = Sight()
-        self._ranges: dict[str, list[stats.Block]] = {"input": [], "target": []}
-        self.sources: dict[str, bool] = {"input": False, "target": False}
-        self._in_training_forward = False
-        self.trained_in = {True: False, False: False}
-        self.trains_in_eval = False
+        self.observed = Observed()
+        self.sight = Sight()
         self.activation_seconds = 0.0
         self.full_activations = cadence.full("activation", self._next)
         goes_on = config.start_step > 1
-        self._restarts = {index: Restart() for index in range(len(self._optimizers))} if goes_on else {}
+        self.restarts = {index: Restart() for index in range(len(self._optimizers))} if goes_on else {}
         self._when_reduced = WhenReduced()
-        self._gradients = Gradients(self.signals, scaling, self._when_reduced)
+        self.gradients = Gradients(self.signals, scaling, self._when_reduced)
         self._modules: list[nn.Module | None] = []
         self.outputs = Outputs(0)
         self._survey(model)
@@ -148,8 +140,8 @@ class Capture:
     def resume(self, step: int) -> None:
         """The next step is number ``step`` of a run that goes on."""
         self._next = step
-        self._restarts = {index: Restart() for index in range(len(self._optimizers))}
-        self.full_activations = self._cadence.full("activation", step)
+        self.restarts = {index: Restart() for index in range(len(self._optimizers))}
+        self.full_activations = self.cadence.full("activation", step)
 
     # -- attaching ------------------------------------------------------------------------------
 
@@ -157,7 +149,7 @@ class Capture:
         """Sets every hook; raises what torch raises, with nothing left behind."""
         assert self.model is not None
         try:
-            place = self._layer_hooks.attach(self, self.model, self._watched)
+            place = self.layer_hooks.attach(self, self.model, self._watched)
             entrance = without_data_parallel(self.model)
             self._hold(entrance.register_forward_pre_hook(points.Entering(self, place), with_kwargs=True))
             self._hold(entrance.register_forward_hook(points.Leaving(self), always_call=True))
@@ -185,7 +177,7 @@ class Capture:
         clipping.unlisten(self)
         stats.kernels.process.unask(self)
         self._clean_state.detach()
-        self._layer_hooks.detach()
+        self.layer_hooks.detach()
         while self._handles:
             self._handles.pop().remove()
 
@@ -210,13 +202,13 @@ class Capture:
         """A parameter joined or left a group: the layers are found anew."""
         assert self.model is not None
         self._survey(self.model)
-        self._layer_hooks.attach(self, self.model, self._watched)
+        self.layer_hooks.attach(self, self.model, self._watched)
 
     # -- forward --------------------------------------------------------------------------------
 
     def entering(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """The watched model is about to run."""
-        if module.training and torch.is_grad_enabled() and self._sight.lost(self._replaced):
+        if module.training and torch.is_grad_enabled() and self.sight.lost(self._replaced):
             self.signals["gradient"] = False
         self._enter(module, args, kwargs)
 
@@ -232,48 +224,31 @@ class Capture:
                 self._survey_again()
         if self.ending is not None:
             self._end_compiled()
-        grad = torch.is_grad_enabled()
-        self._in_training_forward = grad and (module.training or self.trains_in_eval)
-        if grad:
-            self.trained_in[module.training] = True
-        self._layer_hooks.shelter(module.training)
+        self.layer_hooks.shelter(module.training)
         self._when_reduced.entering()
-        self.enter_phase("train" if module.training or self._in_training_forward else "eval")
-        if self._in_training_forward:
-            if not self.sources["input"]:
-                self.measure_range("input", (args, kwargs))
+        if self.mode.entering(module):
+            if not self.observed.sources["input"]:
+                self.observed.measure_range("input", (args, kwargs))
             self.seal()  # last: from here on the worker wants the interpreter too
 
     def begin_forward(self) -> None:
         """A training forward begins in compiled code."""
-        if self._sight.lost(self._replaced):
+        if self.sight.lost(self._replaced):
             self.signals["gradient"] = False
         if self._lookout:
             self._look()
         self._when_reduced.entering()
         self.seal()
 
-    def enter_phase(self, phase: str) -> None:
-        if phase != self._phase_now:
-            self._phase_now = phase
-            self._phase(phase)
-
     @fenced
     def leaving(self) -> None:
         """The watched model has run, or raised."""
-        if self._in_training_forward and self._lookout:
+        if self.mode.in_training_forward and self._lookout:
             if self._lookout.due:  # a forward with its own backward and update
                 self._look()
             self._lookout.forward_ended()
-        self._in_training_forward = False
-        self._layer_hooks.shelter(True)
-
-    def _measures(self) -> bool:
-        """Whether an output belongs to training; reentrant checkpointing runs its forward without grad mode."""
-        if self._in_training_forward:
-            return True
-        model = self.model
-        return torch.is_grad_enabled() and model is not None and (model.training or self.trains_in_eval)
+        self.mode.in_training_forward = False
+        self.layer_hooks.shelter(True)
 
     def layer_output(self, layer: int, output: Any) -> None:
         """One layer has returned ``output``."""
@@ -283,7 +258,7 @@ class Capture:
             # Inside a backward a checkpointed forward is computed again: measured then if it was not before.
             if self.outputs.seen(layer) or not torch.is_grad_enabled():
                 return
-        elif not (self._in_training_forward or self._measures()):
+        elif not (self.mode.in_training_forward or self.mode.measures(self.model)):
             return
         began = time.perf_counter()
         try:
@@ -315,8 +290,8 @@ class Capture:
             if watched.changes is not None:
                 watched.changes.remember()
         self.seal()
-        self._backward_seen = True
-        self._sight.backward()
+        self.observed.backward_seen = True
+        self.sight.backward()
 
     @fenced
     def gradient_ready(self, watched: Watched, parameter: Tensor) -> None:
@@ -332,10 +307,10 @@ class Capture:
         """
         watched.backwards += 1
         if watched.announced:
-            self._gradients.backward_ended(watched)
+            self.gradients.backward_ended(watched)
         else:
             watched.rates = rates_of(watched.optimizer)
-            self._gradients.backward_ended_by_hand(watched)
+            self.gradients.backward_ended_by_hand(watched)
             self._lookout.backward_ended(watched)
             if self._when_reduced.follows_backward():
                 watched.block, watched.parts = None, {}  # and nothing tells when they are reduced
@@ -345,7 +320,7 @@ class Capture:
         """A clip of ours is about to scale the gradients of ``parameters``; see ``ClipListener``."""
         clipped = list(map(id, parameters))
         for watched in self._watched:
-            self._gradients.clip_begins(watched, clipped, norms, full=self._thorough)
+            self.gradients.clip_begins(watched, clipped, norms, full=self._thorough)
 
     # -- update ---------------------------------------------------------------------------------
 
@@ -367,7 +342,7 @@ class Capture:
         """A scaler is about to divide the gradients of ``optimizer`` by its scale."""
         watched = self._updated_by(optimizer)
         if watched is not None:
-            self._gradients.unscaling(watched, scaling, optimizer)
+            self.gradients.unscaling(watched, scaling, optimizer)
 
     @fenced
     def scaler_steps(self, scaling: GradScaler, optimizer: Any) -> None:
@@ -375,7 +350,7 @@ class Capture:
         watched = self._updated_by(optimizer)
         if watched is not None:
             watched.stepping = False
-            self._gradients.scaler_steps(watched, scaling, optimizer)
+            self.gradients.scaler_steps(watched, scaling, optimizer)
 
     @fenced
     def scaler_stepped(self, scaling: GradScaler, optimizer: Any) -> None:
@@ -405,21 +380,21 @@ class Capture:
             watched.scale = scale
             watched.steps.begin(optimizer)
         elif watched.unhooked and any(parameter.requires_grad for parameter in watched.unhooked):
-            self._layer_hooks.attach_trained(watched)
+            self.layer_hooks.attach_trained(watched)
         watched.stepping, watched.closure = True, closure
-        if watched.index in self._restarts:
+        if watched.index in self.restarts:
             with self.fence.guarding("hooks"):
-                self._restarts[watched.index].update_begins(watched)
+                self.restarts[watched.index].update_begins(watched)
         if not closure:  # its backward is still to come
             still_scaled = getattr(optimizer, "grad_scale", None) is not None
-            self._gradients.update_begins(watched, still_scaled=still_scaled, thorough=self._thorough)
+            self.gradients.update_begins(watched, still_scaled=still_scaled, thorough=self._thorough)
         watched.found_inf = getattr(optimizer, "found_inf", None)
         watched.rates = rates_of(watched.optimizer)
 
     @property
     def _thorough(self) -> bool:
         """Whether the step that is being built is measured in full."""
-        return self._cadence.full("state", self._next)
+        return self.cadence.full("state", self._next)
 
     def _step_within_backward(self, index: int, optimizer: Any) -> None:
         """An update in the hooks of its gradients: all steps within one backward are one update."""
@@ -443,7 +418,7 @@ class Capture:
         watched = self._watched[min(index, len(self._watched) - 1)]
         if watched.announced and watched.steps.end(optimizer):
             if watched.closure:
-                self._gradients.closure_ended(watched, thorough=self._thorough)
+                self.gradients.closure_ended(watched, thorough=self._thorough)
             self._close(watched, applied=True)
 
     def _close(self, watched: Watched, *, applied: bool) -> None:
@@ -451,91 +426,15 @@ class Capture:
         now = time.monotonic()
         started, self._closed_before = self._closed_before, now
         step, self._next = self._next, self._next + 1
-        losses, self._losses = list(self._losses), collections.deque(maxlen=MOST_PARTS)
+        losses = self.observed.take_losses()
         try:
-            self._closed = self._closing(watched, step, started, now, losses, applied=applied)
+            self._closed = closing.close(self, watched, step, started, now, losses, applied=applied)
         finally:  # whatever failed, the next step starts afresh
             watched.forget_step()
-            self._ranges = {"input": [], "target": []}
-            self._backward_seen = False
-            self.activation_seconds = self._gradients.seconds = 0.0
-            self.full_activations = self._cadence.full("activation", self._next)
-        if self.trained_in[True] or self.trained_in[False]:
-            self.trains_in_eval = not self.trained_in[True]
-            self.trained_in = {True: False, False: False}
-        self.enter_phase("train")
-
-    def _closing(
-        self, watched: Watched, step: int, started: float | None, now: float, losses: list[Number], *, applied: bool
-    ) -> Pending:
-        pending = Pending(
-            step=step,
-            optimizer=watched.index,
-            plan=watched.plan,
-            applied=applied,
-            started=started,
-            closed=now,
-            timestamp=time.time(),
-            losses=losses,
-            rates=watched.rates,
-            scaled=watched.scaled,
-        )
-        pending.unknown = watched.unknown
-        if watched.block is not None:
-            pending.blocks["gradients"] = watched.block
-            pending.gradients = watched.positions
-        there = watched.block is not None and not watched.unknown
-        self.signals["gradient"] = self.signals["layer_gradient"] = there
-        self.signals["learning_rate"] = bool(watched.rates)
-        state_seconds = None
-        with self.fence.guarding("hooks"):  # one by one: a step without its state is still a step
-            self._close_numbers(watched, pending)
-        with self.fence.guarding("hooks"):
-            self.signals["activation"] = self._close_outputs(watched, pending)
-        with self.fence.guarding("hooks"):
-            if self._cadence.full("state", pending.step) and watched.parameters:
-                state_seconds = self._close_state(watched, pending)
-        self._cadence.spent(
-            None if started is None else now - started,
-            state=state_seconds,
-            activation_full=self.activation_seconds if self.full_activations else None,
-            activation_sentinel=None if self.full_activations else self.activation_seconds,
-        )
-        closed_on(pending)
-        return pending
-
-    def _close_numbers(self, watched: Watched, pending: Pending) -> None:
-        if watched.scale is not None:
-            pending.numbers["loss_scale"] = watched.scale
-        if watched.found_inf is not None:
-            pending.numbers["found_inf"] = watched.found_inf.detach().clone().reshape(())
-        if watched.again is not None:
-            pending.blocks["reread"], pending.reread = watched.again, watched.reread
-            pending.references, pending.still_scaled = watched.references, watched.still_scaled
-        if pending.applied and watched.index in self._restarts:
-            brought = self._restarts.pop(watched.index).brought(watched)
-            if brought is not None:
-                pending.numbers["state_before"] = brought
-        if isinstance(watched.optimizer, Partitioned):
-            self._sight.backward()
-            pending.numbers.update(watched.optimizer.numbers())
-            self.signals["gradient"] = self.signals["pre_clip"] = "gradient_norm" in pending.numbers
-            self.signals["update_ratio"] = False
-        for name, ranges in self._ranges.items():
-            if ranges:
-                pending.numbers[f"{name}_max_abs"], pending.numbers[f"{name}_nonfinite"] = stats.extremes(ranges)
-
-    def _close_outputs(self, watched: Watched, pending: Pending) -> bool:
-        rows = self._layer_hooks.rows if compiled.in_use else {}
-        ran = self.outputs.close(watched.plan.indexes, pending, rows)
-        return not self._layer_hooks.passed_over(watched, pending) and ran
-
-    def _close_state(self, watched: Watched, pending: Pending) -> float:
-        began = time.perf_counter()
-        watched.close_state(pending)
-        if pending.applied:
-            self.signals["update_ratio"] = watched.close_updates(pending)
-        return time.perf_counter() - began + self._gradients.seconds
+            self.observed.start_afresh()
+            self.activation_seconds = self.gradients.seconds = 0.0
+            self.full_activations = self.cadence.full("activation", self._next)
+        self.mode.updated()
 
     # -- observing and sealing --------------------------------------------------------------------
 
@@ -552,24 +451,18 @@ class Capture:
         if loss is not None:
             # Where the forward is not seen (compiled before us), a loop that observes before its backward
             # must not give this loss to the step before.
-            if self._closed is None:
-                self._loss_comes_first = not self._backward_seen
-            elif self._loss_comes_first:
+            if self._closed is not None and self.observed.loss_comes_first:
                 self.seal()
-            (self._losses if self._closed is None else self._closed.losses).append(loss)
+                self.observed.losses.append(loss)
+            elif self._closed is not None:
+                self._closed.losses.append(loss)
+            else:
+                self.observed.add_loss(loss)
             self.signals["loss"] = True
         for name, batch in (("input", inputs), ("target", targets)):
             if batch is not None:
-                self.sources[name] = True
-                self.measure_range(name, batch)
-
-    def measure_range(self, name: str, batch: Any) -> None:
-        tensors = [tensor for tensor in map(stats.plain, floating(batch)) if tensor.numel()]
-        if tensors:
-            ranges = self._ranges[name]
-            if len(ranges) >= MOST_PARTS:
-                del ranges[0]
-            ranges.append(stats.extents(tensors))
+                self.observed.sources[name] = True
+                self.observed.measure_range(name, batch)
 
     def seal(self, older_than: float = 0.0) -> None:
         """Hands the closed step over, if there is one and it closed ``older_than`` seconds ago."""

@@ -22,17 +22,17 @@ if TYPE_CHECKING:
 def entering(capture: Capture) -> None:
     """The watched model is about to run, with or without grad mode."""
     model = capture.model
-    training = model is not None and (model.training or capture.trains_in_eval)
+    training = model is not None and (model.training or capture.mode.trains_in_eval)
     if training:
         capture.begin_forward()
-    capture.enter_phase("train" if training else "eval")
+    capture.mode.enter("train" if training else "eval")
 
 
 @fenced
 def given(capture: Capture, tensor: Tensor) -> None:
     """The watched model was given ``tensor``, in grad mode."""
-    if measures(capture) is not None and not capture.sources["input"]:
-        capture.measure_range("input", tensor)
+    if measures(capture) is not None and not capture.observed.sources["input"]:
+        capture.observed.measure_range("input", tensor)
 
 
 def measures(capture: Capture) -> bool | None:
@@ -40,8 +40,8 @@ def measures(capture: Capture) -> bool | None:
     model = capture.model
     if not capture.alive or model is None or torch._C._current_graph_task_id() != -1:
         return None
-    capture.trained_in[model.training] = True
-    return capture.full_activations if model.training or capture.trains_in_eval else None
+    capture.mode.trained_in[model.training] = True
+    return capture.full_activations if model.training or capture.mode.trains_in_eval else None
 
 
 @fenced
