@@ -58,7 +58,7 @@ class Layout:
             if len(positions) < _STACK_MEMBERS or shape.numel() > _STACK_NUMEL:
                 alone += positions
                 continue
-            members = max(_STACK_MEMBERS, 16 * _STACK_NUMEL // shape.numel())
+            members = max(_STACK_MEMBERS, 4 * _STACK_NUMEL // shape.numel())
             self.stacks += [positions[at : at + members] for at in range(0, len(positions), members)]
         self.alone = alone
         self.stacked: Indexes = np.array([at for stack in self.stacks for at in stack], dtype=np.intp)
