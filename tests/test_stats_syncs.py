@@ -31,37 +31,42 @@ READING_FUNCTIONS = frozenset({"float", "int", "bool"})
 ANSWERS = frozenset({"any", "all", "isnan", "isinf", "isfinite", "equal", "allclose", "eq", "gt", "lt"})
 """Methods and torch functions whose result is a tensor that must not decide anything."""
 
-HOST_ONLY: dict[tuple[str, str], str] = {
-    ("hooks/capture.py", "bool(held)"): "a set of identities",
-    ("hooks/capture.py", "bool(kwargs.get('closure') or len(args) > 1)"): "a callable",
-    ("hooks/capture.py", "bool(watched.rates)"): "a list",
-    ("hooks/clipping.py", "bool(_listeners)"): "a set of listeners",
-    ("hooks/optimizers.py", "float(rate)"): "a number: tensors went the other way",
-    ("hooks/outputs.py", "bool((pending.order >= 0).any())"): "a numpy array",
-    ("hooks/partitions.py", "bool(overflow)"): "a number: tensors went the other way",
-    ("hooks/partitions.py", "float(bool(overflow))"): "the same",
-    ("hooks/partitions.py", "float(norm)"): "a number that the engine has brought to the host already",
-    ("hooks/partitions.py", "float(scale)"): "a number that the engine keeps on the host",
-    ("hooks/shares.py", "bool(handle.uses_sharded_strategy)"): "a flag",
-    ("hooks/unannounced.py", "bool(self._watched)"): "a list",
-    ("hooks/watched.py", "bool(self._versions)"): "a list of numbers",
-    ("hooks/watched.py", "np.flatnonzero(norms < _SMALLEST_NORM).tolist()"): "a numpy array",
-    ("hooks/watched.py", "self.plan.owners.tolist()"): "a numpy array",
-    ("stats/__init__.py", "float(joined[1].max())"): "a numpy array: tensors went the other way",
-    ("stats/__init__.py", "float(joined[2].sum())"): "the same",
+HOST_ONLY: dict[str, str] = {
+    "bool(held)": "a set of identities",
+    "bool(kwargs.get('closure') or len(args) > 1)": "a callable",
+    "bool(watched.rates)": "a list",
+    "bool(_listeners)": "a set of listeners",
+    "float(rate)": "a number: tensors went the other way",
+    "bool((pending.order >= 0).any())": "a numpy array",
+    "bool(overflow)": "a number: tensors went the other way",
+    "float(bool(overflow))": "the same",
+    "float(norm)": "a number that the engine has brought to the host already",
+    "float(scale)": "a number that the engine keeps on the host",
+    "bool(handle.uses_sharded_strategy)": "a flag",
+    "bool(self._watched)": "a list",
+    "bool(self._versions)": "a list of numbers",
+    "np.flatnonzero(norms < _SMALLEST_NORM).tolist()": "a numpy array",
+    "self.plan.owners.tolist()": "a numpy array",
+    "float(joined[1].max())": "a numpy array: tensors went the other way",
+    "float(joined[2].sum())": "the same",
+    "bool(self._hidden)": "a list",
+    "bool(late)": "a list",
+    "bool(frames.input_codes.seen)": "a list of code objects",
+    "bool(entries(code))": "what dynamo keeps of a code object",
+    "int(row)": "a row of integers is a key in main memory; rows on a device are floating",
+    "order.tolist()": "a numpy array",
 }
 """Expressions that read a value which is on the host already, and what it is."""
 
 
-def readings(file: Path) -> Iterator[tuple[str, str]]:
-    """File and text of every expression that may wait for a device."""
-    name = file.relative_to(PACKAGE).as_posix()
+def readings(file: Path) -> Iterator[str]:
+    """Every expression that may wait for a device."""
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Call) and _reads(node):
-            yield name, ast.unparse(node)
+            yield ast.unparse(node)
         test = node.test if isinstance(node, (ast.If, ast.While, ast.IfExp, ast.Assert)) else None
         if test is not None:
-            yield from ((name, ast.unparse(part)) for part in _parts(test) if _answers(part))
+            yield from (ast.unparse(part) for part in _parts(test) if _answers(part))
 
 
 def _reads(call: ast.Call) -> bool:
@@ -100,8 +105,7 @@ def test_every_exception_is_still_there() -> None:
     "code",
     ["x.item()", "float(x)", "x.cpu()", "if x.isnan().any(): pass", "y = 1 if not x.any() else 2", "int(x.sum())"],
 )
-def test_the_check_sees_a_synchronisation(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(globals(), "PACKAGE", tmp_path)
+def test_the_check_sees_a_synchronisation(code: str, tmp_path: Path) -> None:
     (tmp_path / "bad.py").write_text(code)
 
     assert list(readings(tmp_path / "bad.py"))
