@@ -176,8 +176,9 @@ LOOPS: dict[str, Loop] = {
     "compile": Loop(
         "`torch.compile` of the model, of its blocks, of the loss, of the optimizer's step, of the whole step",
         "as without it, at 0 graph breaks and 0 recompilations more; bit by bit the same losses",
-        "outputs in the branches of `torch.cond`, in the bodies of its loops and in transforms of `torch.func`; with "
-        "torch 2.6 all outputs in compiled code",
+        "with inductor, outputs of layers other than linear ones and convolutions: fused into what follows they would "
+        "have to be made for us, and round otherwise; outputs in the branches of `torch.cond`, in the bodies of its "
+        "loops and in transforms of `torch.func`; with torch 2.6 all outputs in compiled code",
     ),
     "compile-late": Loop(
         "`watch()` after the first compiled step",

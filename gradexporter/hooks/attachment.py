@@ -46,7 +46,8 @@ class LayerHooks:
                 continue
             output = gone.pop(id(layer.module), None)
             if output is None:
-                output = _Output(layer.module, points.LayerOutput(capture, index, _place(layer.module, place)))
+                where, kept = _place(layer.module, place), compiled.keeps_output(layer.module)
+                output = _Output(layer.module, points.LayerOutput(capture, index, where, kept=kept))
             output.hook.layer = index
             self._outputs[id(layer.module)] = output
             if id(layer.module) in sheltered:

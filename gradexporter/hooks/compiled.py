@@ -215,6 +215,40 @@ def _in_graph() -> bool:
         return False
 
 
+def fuses() -> bool:
+    """Whether what dynamo is tracing goes to a compiler that fuses operations; dynamo calls it, and keeps the answer.
+
+    An output that only exists because it is measured would round otherwise than one that was fused into what follows.
+    """
+    symbolic = sys.modules.get("torch._dynamo.symbolic_convert")
+    try:
+        assert symbolic is not None
+        backend = symbolic.InstructionTranslator.current_tx().output.compiler_fn
+        while hasattr(backend, "_torchdynamo_orig_backend"):
+            backend = backend._torchdynamo_orig_backend
+        return getattr(backend, "compiler_name", getattr(backend, "__name__", "")) not in _NOT_FUSING
+    except Exception:  # another version of torch
+        return True
+
+
+fuses._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+_NOT_FUSING = frozenset({"eager", "eager_noexcept", "aot_eager", "aot_eager_decomp_partition", "cudagraphs"})
+"""Backends that run the operations one by one."""
+
+_KERNELS = frozenset(
+    layer.forward for layer in (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d)
+)
+"""Forwards that end in a kernel of their own, so that what they return exists in any case."""
+
+
+def keeps_output(module: nn.Module) -> bool:
+    """Whether the output of a module exists as a tensor in fused code as well, and may be measured there."""
+    weight = getattr(module, "weight", None)
+    # A matrix product over one element, or with one column, becomes a multiplication and may be fused.
+    return type(module).forward in _KERNELS and isinstance(weight, Tensor) and min(weight.shape[:2]) > 1
+
+
 _in_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler.assume_constant_result
 
 _PENETRABLE = frozenset({"wrap_activation_checkpoint", "tag_activation_checkpoint"})

@@ -124,18 +124,20 @@ class Leaving(Point):
 class LayerOutput(Point):
     """After the forward of one layer."""
 
-    __slots__ = ("layer", "mark")
+    __slots__ = ("kept", "layer", "mark")
 
-    def __init__(self, capture: Capture, layer: int, place: torch.device) -> None:
-        """``place`` is where the layer computes."""
+    def __init__(self, capture: Capture, layer: int, place: torch.device, *, kept: bool) -> None:
+        """``place`` is where the layer computes, ``kept`` as ``compiled.keeps_output`` says."""
         super().__init__(capture)
+        self.kept = kept
         self.layer = layer  # never read while dynamo traces: it may change, and layers may share compiled code
         self.mark = compiled.mark(self, place)
 
     @compiled.untraced
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         if torch.compiler.is_compiling():
-            compiled.trace(self.mark, output)
+            if self.kept or not compiled.fuses():
+                compiled.trace(self.mark, output)
         else:
             self.capture.layer_output(self.layer, output)
 
