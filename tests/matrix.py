@@ -82,7 +82,7 @@ LOOPS: dict[str, Loop] = {
         "are not seen, and after 100 forwards `gradient` is 0",
     ),
     "own optimizers": Loop(
-        "optimizers that are not torch's, wrappers (Lookahead, SAM, Accelerate, Lightning)",
+        "optimizers that are not torch's, wrappers that add to the update (Lookahead, SAM) or pass it on",
         "the outermost step, once, with the gradient that it uses",
         "update ratio, unless the wrapper only passes on",
     ),

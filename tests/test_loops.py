@@ -84,6 +84,45 @@ def test_checkpointed_layers_are_measured_once(watch: Callable[..., Monitor], re
     assert row.gradient_norm is not None
 
 
+@pytest.mark.matrix("checkpointing")
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_what_is_computed_again_in_a_backward_is_not_counted_twice(
+    watch: Callable[..., Monitor], reentrant: bool
+) -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = watch(model, optimizer)
+    x = torch.full((2, 6), math.inf, requires_grad=True)
+
+    checkpoint(model, x, use_reentrant=reentrant).sum().backward()
+    optimizer.step()
+    assert monitor.flush()
+    report = monitor.report
+
+    assert report is not None
+    with torch.no_grad():
+        first = net()[0](x)
+        outputs = [first, net()[2](torch.relu(first))]
+    counts = [tensor.numel() - int(torch.isfinite(tensor).sum()) for tensor in outputs]
+    assert counts[0] > 0
+    assert [row.activation_nonfinite for row in report.layers.rows()] == counts
+
+
+@pytest.mark.matrix("outputs")
+def test_each_call_of_a_layer_in_a_step_is_counted_once(watch: Callable[..., Monitor]) -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = watch(model, optimizer)
+
+    batches = [torch.full((2, 6), math.inf), torch.ones(3, 6)]
+    sum(model(batch).sum() for batch in batches).backward()
+    optimizer.step()
+    assert monitor.flush()
+
+    assert monitor.report is not None
+    assert next(monitor.report.layers.rows()).activation_nonfinite == 16
+
+
 @pytest.mark.matrix("accumulation")
 def test_of_accumulated_backwards_one_is_measured_once_their_number_is_known(watch: Callable[..., Monitor]) -> None:
     model = net()

@@ -22,13 +22,19 @@ FILES = sorted(
     if file.relative_to(PACKAGE).as_posix() not in ("stats/host.py", "stats/native.py")  # main memory alone
 )
 
-READING_METHODS = frozenset({"item", "cpu", "tolist", "numpy", "nonzero", "__bool__", "__float__", "__int__"})
+READING_METHODS = frozenset(
+    {"item", "cpu", "tolist", "numpy", "nonzero", "masked_select", "is_nonzero", "synchronize", "asarray"}
+    | {"__bool__", "__float__", "__int__"}
+)
 """Methods that bring a tensor's value to the host."""
 
 READING_FUNCTIONS = frozenset({"float", "int", "bool"})
 """They do so too when they are given a tensor, which the text cannot tell: each use says why it is none."""
 
-ANSWERS = frozenset({"any", "all", "isnan", "isinf", "isfinite", "equal", "allclose", "eq", "gt", "lt"})
+ANSWERS = frozenset(
+    {"any", "all", "isnan", "isinf", "isfinite", "equal", "allclose", "eq", "gt", "lt", "count_nonzero", "norm"}
+    | {"max", "min", "amax", "amin", "sum", "mean", "prod"}
+)
 """Methods and torch functions whose result is a tensor that must not decide anything."""
 
 HOST_ONLY: dict[str, str] = {
@@ -46,6 +52,7 @@ HOST_ONLY: dict[str, str] = {
     "bool(self._watched)": "a list",
     "bool(self._versions)": "a list of numbers",
     "np.flatnonzero(norms < _SMALLEST_NORM).tolist()": "a numpy array",
+    "norms.min()": "a numpy array",
     "self.plan.owners.tolist()": "a numpy array",
     "float(joined[1].max())": "a numpy array: tensors went the other way",
     "float(joined[2].sum())": "the same",
@@ -64,14 +71,23 @@ def readings(file: Path) -> Iterator[str]:
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Call) and _reads(node):
             yield ast.unparse(node)
-        test = node.test if isinstance(node, (ast.If, ast.While, ast.IfExp, ast.Assert)) else None
-        if test is not None:
+        for test in _tests(node):
             yield from (ast.unparse(part) for part in _parts(test) if _answers(part))
+
+
+def _tests(node: ast.AST) -> list[ast.expr]:
+    """Expressions whose truth decides something."""
+    if isinstance(node, (ast.If, ast.While, ast.IfExp, ast.Assert)):
+        return [node.test]
+    if isinstance(node, ast.comprehension):
+        return node.ifs
+    return [node] if isinstance(node, (ast.BoolOp, ast.UnaryOp)) else []
 
 
 def _reads(call: ast.Call) -> bool:
     if isinstance(call.func, ast.Attribute):
-        return call.func.attr in READING_METHODS
+        to_host = call.func.attr == "to" and any(ast.unparse(argument) == "'cpu'" for argument in call.args)
+        return to_host or call.func.attr in READING_METHODS
     named = isinstance(call.func, ast.Name) and call.func.id in READING_FUNCTIONS
     return named and not all(isinstance(argument, ast.Constant) for argument in call.args)
 
@@ -82,7 +98,11 @@ def _parts(test: ast.expr) -> Iterator[ast.expr]:
         for value in test.values:
             yield from _parts(value)
     elif isinstance(test, ast.UnaryOp):
-        yield from _parts(test.operand)
+        yield from _parts(test.operand) if isinstance(test.op, ast.Not) else ()
+    elif isinstance(test, ast.NamedExpr):
+        yield from _parts(test.value)
+    elif isinstance(test, ast.Compare):
+        yield from (test.left, *test.comparators)
     else:
         yield test
 
@@ -103,7 +123,24 @@ def test_every_exception_is_still_there() -> None:
 
 @pytest.mark.parametrize(
     "code",
-    ["x.item()", "float(x)", "x.cpu()", "if x.isnan().any(): pass", "y = 1 if not x.any() else 2", "int(x.sum())"],
+    [
+        "x.item()",
+        "float(x)",
+        "x.cpu()",
+        "x.to('cpu')",
+        "numpy.asarray(x)",
+        "torch.cuda.synchronize()",
+        "torch.masked_select(x, m)",
+        "if x.isnan().any(): pass",
+        "if x.max() > 3: pass",
+        "while x.sum(): pass",
+        "assert x.sum() == 0",
+        "y = 1 if not x.any() else 2",
+        "y = x.any() or z",
+        "if (y := x.any()): pass",
+        "y = [part for part in x if part.isnan().any()]",
+        "int(x.sum())",
+    ],
 )
 def test_the_check_sees_a_synchronisation(code: str, tmp_path: Path) -> None:
     (tmp_path / "bad.py").write_text(code)

@@ -225,13 +225,6 @@ class OwnClip(Gradients):
         self.capture.detach()
 
 
-class Always(Ours):
-    """What is never left out: gradients and the non-finite sentinel of every output."""
-
-    def __init__(self, subject: Subject, **settings: Any) -> None:
-        super().__init__(subject, state_every=10**9, activation_every=10**9, **settings)
-
-
 class Default(Ours):
     """Gradients and the non-finite sentinel of every output at every step, all else at every tenth."""
 

@@ -16,6 +16,7 @@ SHARES: dict[str, tuple[float, float, float, float]] = {
     "disabled": (0.001, 0.001, 0.001, 0.001),
     "gradients (stock)": (0.025, 0.008, 0.008, 0.10),
     "default (stock)": (0.045, 0.02, 0.045, 0.28),
+    "default, scraped (stock)": (0.045, 0.02, 0.045, 0.28),
     "everything (stock)": (0.14, 0.06, 0.10, 0.70),
     "gradients (native)": (0.012, 0.004, 0.003, 0.06),
     "default (native)": (0.018, 0.007, 0.018, 0.11),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -109,7 +110,7 @@ def accumulated(how: str) -> list[Row]:
     middle = (rows.start + rows.stop) // 2
     steps = []
     with watching(model, optimizer) as monitor:
-        for step in range(STEPS):
+        for step in range(ROUNDS):
             optimizer.zero_grad()
             for last, part in enumerate((slice(rows.start, middle), slice(middle, rows.stop))):
                 quiet: Any = contextlib.nullcontext()
@@ -163,7 +164,7 @@ def updated(optimizer: str, half: bool) -> list[tuple[float | None, float, float
     rows = slice(rank() * 4, rank() * 4 + 4)
     steps = []
     with watching(model, made) as monitor:
-        for step in range(STEPS):
+        for step in range(ROUNDS):
             if step == 1:
                 model.load_state_dict({name: value * 1.5 for name, value in model.state_dict().items()})
                 made.load_state_dict(made.state_dict())
@@ -186,7 +187,7 @@ def test_updates_of_shares_are_rebuilt_from_their_state_also_after_a_load(
 ) -> None:
     results = two_ranks.run(updated, optimizer, half)
 
-    for step in range(STEPS):
+    for step in range(ROUNDS):
         rows = [result[step] for result in results]
         assert added(published for *_, published, _ in rows) == pytest.approx(rows[0][3], rel=1e-5)
         if step == STEPS - 1:  # of the steps before, the parameters were changed by hand or not yet measured
@@ -327,14 +328,37 @@ def test_a_wrapper_that_shards_nothing_leaves_every_rank_the_norm_of_the_model(t
 # -- collectives ------------------------------------------------------------------------------------------------
 
 
-def collectives(how: str, watched: bool) -> Counter[str]:
+ROUNDS = 3
+COLLECTIVES = ("all_reduce", "broadcast", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor", "barrier")
+
+
+def collectives(how: str, watched: bool, all_reduce: bool = False) -> Counter[str]:
+    """What is issued over the steps of a loop, on any thread: at torch's interface, and by torch itself."""
     model, rows = wrapped(how, net())
     optimizer = OPTIMIZERS["adam"](model.parameters())
-    with watching(model, optimizer) if watched else contextlib.nullcontext():
-        with torch.profiler.profile() as profile:
-            loss_of(model, 0, rows).backward()
-            optimizer.step()
-        return Counter({e.key: e.count for e in profile.key_averages() if e.key.startswith(("gloo:", "c10d::"))})
+    calls: Counter[str] = Counter()
+
+    def counting(name: str) -> Callable[..., Any]:
+        original = getattr(torch.distributed, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            calls[name] += 1
+            return original(*args, **kwargs)
+
+        return call
+
+    with watching(model, optimizer, all_reduce=all_reduce) if watched else contextlib.nullcontext() as monitor:
+        with pytest.MonkeyPatch.context() as patch, torch.profiler.profile() as profile:
+            for name in COLLECTIVES:
+                patch.setattr(torch.distributed, name, counting(name))
+            for _ in range(ROUNDS):
+                loss_of(model, 0, rows).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            if monitor is not None:
+                assert monitor.flush()
+        own = {e.key: e.count for e in profile.key_averages() if e.key.startswith(("gloo:", "c10d::"))}
+        return calls + Counter(own)
 
 
 @pytest.mark.parametrize("how", ["fsdp2", "fsdp1 FULL_SHARD orig", "tp"])
@@ -343,3 +367,10 @@ def test_no_collective_is_issued_that_was_not_asked_for(two_ranks: Ranks, how: s
 
     assert mine == bare
     assert all(bare)
+
+
+def test_one_collective_a_step_is_issued_where_it_was_asked_for(two_ranks: Ranks) -> None:
+    mine, bare = two_ranks.run(collectives, "fsdp2", True, True), two_ranks.run(collectives, "fsdp2", False)
+
+    for with_us, without in zip(mine, bare, strict=True):
+        assert with_us["all_reduce"] - without["all_reduce"] == ROUNDS
