@@ -110,7 +110,7 @@ def accumulated(how: str) -> list[Row]:
     middle = (rows.start + rows.stop) // 2
     steps = []
     with watching(model, optimizer) as monitor:
-        for step in range(ROUNDS):
+        for step in range(STEPS):
             optimizer.zero_grad()
             for last, part in enumerate((slice(rows.start, middle), slice(middle, rows.stop))):
                 quiet: Any = contextlib.nullcontext()
@@ -164,7 +164,7 @@ def updated(optimizer: str, half: bool) -> list[tuple[float | None, float, float
     rows = slice(rank() * 4, rank() * 4 + 4)
     steps = []
     with watching(model, made) as monitor:
-        for step in range(ROUNDS):
+        for step in range(STEPS):
             if step == 1:
                 model.load_state_dict({name: value * 1.5 for name, value in model.state_dict().items()})
                 made.load_state_dict(made.state_dict())
@@ -187,7 +187,7 @@ def test_updates_of_shares_are_rebuilt_from_their_state_also_after_a_load(
 ) -> None:
     results = two_ranks.run(updated, optimizer, half)
 
-    for step in range(ROUNDS):
+    for step in range(STEPS):
         rows = [result[step] for result in results]
         assert added(published for *_, published, _ in rows) == pytest.approx(rows[0][3], rel=1e-5)
         if step == STEPS - 1:  # of the steps before, the parameters were changed by hand or not yet measured
