@@ -178,7 +178,8 @@ LOOPS: dict[str, Loop] = {
         "as without it, at 0 graph breaks and 0 recompilations more; bit by bit the same losses",
         "with inductor, outputs of layers other than linear ones and convolutions: fused into what follows they would "
         "have to be made for us, and round otherwise; outputs in the branches of `torch.cond`, in the bodies of its "
-        "loops and in transforms of `torch.func`; with torch 2.6 all outputs in compiled code",
+        "loops and in transforms of `torch.func`, and of compiled blocks in reentrant checkpoints; with torch 2.6 all "
+        "outputs in compiled code",
     ),
     "compile-late": Loop(
         "`watch()` after the first compiled step",

@@ -707,3 +707,45 @@ def test_losses_of_micro_batches_are_averaged_whatever_their_number(watch: Calla
         optimizer.step()
 
         assert reported(monitor).loss == pytest.approx(sum(losses) / backwards)
+
+
+@pytest.mark.matrix("our clip")
+def test_gradients_that_the_loop_changes_before_our_clip_are_measured_before_that(
+    watch: Callable[..., Monitor],
+) -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    monitor = watch(model, optimizer)
+    told = []
+    for step in range(5):
+        norms = expected(model, seed=step)
+        optimizer.zero_grad()
+        loss_of(model, seed=step).backward()
+        torch.nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+        gradexporter.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        report = reported(monitor)
+        right = report.gradient_norm == pytest.approx(norms[""], rel=1e-5)
+        told.append((right, signal(monitor, "pre_clip")))
+
+    assert told == [(True, True), (False, False), (True, True), (True, True), (True, True)]
+
+
+@pytest.mark.matrix("our clip")
+def test_a_scale_that_the_loop_divides_out_before_our_clip_is_not_part_of_the_norm(
+    watch: Callable[..., Monitor],
+) -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    monitor = watch(model, optimizer)
+    for step in range(6):
+        norms = expected(model, seed=step)
+        optimizer.zero_grad()
+        (loss_of(model, seed=step) * 1024).backward()
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.grad.div_(1024)
+        gradexporter.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        if step:
+            assert reported(monitor).gradient_norm == pytest.approx(norms[""], rel=1e-5)

@@ -241,6 +241,30 @@ SELECTED = functools.partial(create_selective_checkpoint_contexts, [torch.ops.at
 
 
 @pytest.mark.matrix("compile")
+def test_a_backward_that_may_not_break_stays_whole_and_is_measured_at_the_update(watch: Watch) -> None:
+    from torch._dynamo import compiled_autograd as engine
+
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    monitor = watch(model, optimizer)
+    compiler = torch.compile(backend="aot_eager", fullgraph=True)
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = model(torch.ones(4, 6)).square().mean()
+        with engine._enable(compiler):
+            loss.backward()
+        norm = math.hypot(*(p.grad.double().norm().item() for p in model.parameters() if p.grad is not None))
+        optimizer.step()
+        assert monitor.flush()
+        assert monitor.report is not None
+        assert monitor.report.gradient_norm == pytest.approx(norm, rel=1e-5)
+    assert monitor.report.step == 3
+    assert monitor.snapshot is not None
+    assert monitor.snapshot.itself.signal_available["pre_clip"] is False
+
+
+@pytest.mark.matrix("compile")
 @pytest.mark.parametrize(
     "call",
     [

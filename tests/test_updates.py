@@ -582,6 +582,27 @@ def stepping_in_backward(model: nn.Module) -> list[torch.optim.Optimizer]:
 
 
 @pytest.mark.matrix("within backward")
+@pytest.mark.parametrize("named", [True, False], ids=["optimizers", "by hand"])
+def test_an_update_within_the_backward_gives_each_layer_its_own_gradient(watch: Watch, named: bool) -> None:
+    model = net()
+    optimizers = {parameter: torch.optim.SGD([parameter], lr=0.1) for parameter in model.parameters()}
+
+    def update(parameter: Tensor) -> None:
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(update)
+    monitor = watch(model, list(optimizers.values()) if named else None)
+    for factor in (1.0, 3.0, 0.5):
+        twin = reference.gradients(model, lambda twin, factor=factor: loss_of(twin, factor))
+        loss_of(model, factor).backward()
+        layers = {row.layer: row.gradient_norm for row in reported(monitor).layers.rows()}
+        assert layers["0"] == pytest.approx(reference.norm(twin[:2]), rel=1e-5)
+        assert layers["2"] == pytest.approx(reference.norm(twin[2:]), rel=1e-5)
+
+
+@pytest.mark.matrix("within backward")
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize("watched_first", [True, False])
 def test_all_steps_within_one_backward_are_one(watch: Watch, known: bool, watched_first: bool) -> None:
@@ -703,3 +724,35 @@ def test_a_copy_of_a_model_watched_by_hand_is_not_watched(watch: Watch) -> None:
         descend(twin.parameters())
 
     assert reported(monitor).step == 1
+
+
+@pytest.mark.matrix("replaced")
+def test_an_optimizer_that_another_has_replaced_is_told_of_once(watch: Watch, caplog: pytest.LogCaptureFixture) -> None:
+    model = net()
+    monitor = watch(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    other = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(120):
+        other.zero_grad()
+        loss_of(model).backward()
+        other.step()
+
+    assert monitor.flush()
+    assert signals(monitor)["gradient"] is False
+    assert [record.getMessage() for record in caplog.records if "taken its place" in record.getMessage()] != []
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.matrix("accumulation")
+def test_a_long_accumulation_is_not_taken_for_somebody_elses_update(
+    watch: Watch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = watch(model, optimizer)
+    for _ in range(120):
+        loss_of(model).backward()
+    optimizer.step()
+
+    assert monitor.flush()
+    assert signals(monitor)["gradient"] is True
+    assert caplog.records == []

@@ -5,6 +5,7 @@ Runs on the trainer thread. Every entry point is fenced: a fault of ours is coun
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -36,6 +37,8 @@ from gradexporter.hooks.unannounced import Lookout, Sight
 from gradexporter.hooks.watched import Watched, held_by
 from gradexporter.readback import Number, Pending, pack
 from gradexporter.records import Signature, Values
+
+_log = logging.getLogger("gradexporter")
 
 
 class Capture:
@@ -305,7 +308,13 @@ class Capture:
         Of as many backwards as the last update had (accumulation, reentrant checkpoints) only the last is worth a
         pass; an update that comes sooner than that measures for itself, after clipping if there is any.
         """
-        watched.backwards += 1
+        if watched.is_left_behind() and watched.announced:
+            self.signals["gradient"] = False
+            _log.warning(
+                "gradexporter: %d backwards without a step of the optimizer given to watch(), and the parameters "
+                "change: another one has taken its place; close() this monitor and call watch() with the new one",
+                watched.backwards,
+            )
         if watched.announced:
             self.gradients.backward_ended(watched)
         else:
@@ -388,6 +397,8 @@ class Capture:
         if not closure:  # its backward is still to come
             still_scaled = getattr(optimizer, "grad_scale", None) is not None
             self.gradients.update_begins(watched, still_scaled=still_scaled, thorough=self._thorough)
+            if watched.block is not None:
+                self.sight.backward()
         watched.found_inf = getattr(optimizer, "found_inf", None)
         watched.rates = rates_of(watched.optimizer)
 

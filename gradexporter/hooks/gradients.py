@@ -6,12 +6,16 @@ import logging
 import time
 from typing import Any
 
+import numpy as np
 from torch.amp.grad_scaler import GradScaler
 
 from gradexporter.hooks import scaler
 from gradexporter.hooks.reduction import WhenReduced
 from gradexporter.hooks.watched import Watched
 from gradexporter.records import Values
+
+_ALIKE = 1e-3
+"""Relative distance within which factors of several gradients are one."""
 
 _log = logging.getLogger("gradexporter")
 
@@ -48,7 +52,7 @@ class Gradients:
         too_soon = watched.backwards < watched.expected_backwards and watched.backwards not in watched.early
         reread = watched.reread
         by_loop = reread.constant or reread.rewritten or self._when_reduced.follows_backward()
-        if too_soon or watched.clip_comes or by_loop:
+        if too_soon or (watched.clip_comes and watched.probe is not True) or by_loop:
             watched.block = None
             watched.note_versions()
         else:
@@ -70,8 +74,14 @@ class Gradients:
         if serves:
             watched.clip_came = True
         if watched.block is not None:
+            if serves and watched.probe and isinstance(watched.block, np.ndarray):
+                self._probed(watched, positions, norms if places is None or norms is None else norms[places])
             return
-        scaled = not self._scaling.unscaled(watched)
+        unscaled = self._scaling.unscaled(watched)
+        if watched.clip_comes and not unscaled and watched.probe is None and watched.touched():
+            watched.probe, watched.before_clipping = True, False
+            self._signals["pre_clip"] = False
+        scaled = not unscaled
         if norms is None or not serves or full:
             began = time.perf_counter()
             self.measure(watched, scaled=scaled)
@@ -79,6 +89,21 @@ class Gradients:
         else:
             watched.harvest(positions, norms if places is None else norms[places])
             watched.scaled = scaled
+
+    def _probed(self, watched: Watched, positions: tuple[int, ...], norms: Values | None) -> None:
+        """Holds the gradients that a clip of ours sees against those that the backward left."""
+        watched.probe = False
+        before = watched.block[0][np.isin(watched.positions, positions)] if watched.block is not None else None
+        if norms is None or before is None or len(before) != len(norms):
+            watched.harvests = watched.clip_came = False
+            return
+        usable = (before > 0) & (before < np.inf)
+        factors = norms[usable] / before[usable]
+        # One factor is a scale that the loop divides out; else it changes the gradient, and the clip comes too late.
+        if factors.size and factors.max() - factors.min() <= _ALIKE * factors.max():
+            watched.harvest(positions, norms)
+        else:
+            watched.harvests = watched.clip_came = False
 
     def unscaling(self, watched: Watched, scaling: GradScaler, optimizer: Any) -> None:
         """A scaler is about to divide the gradients by its scale; whoever clips does it after that."""

@@ -219,6 +219,8 @@ class Accumulated:
 
     @compiled.untraced
     def __call__(self, parameter: Tensor) -> None:
+        if torch.compiler.is_compiling():
+            return  # compiled autograd; the update measures for itself
         # Keyed by the graph task: a backward that fails midway never reaches its end, and must not
         # leave a flag behind that blinds the next one.
         task = torch._C._current_graph_task_id()

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from gradexporter.hooks.layers import Layer
     from gradexporter.hooks.watched import Watched
 
+PATIENCE = 3
+"""Training forwards without a backward after which a model is looked at: what functional_call lends it is gone by
+then, or came with a gradient."""
+
 BLIND_FORWARDS = 100
 """Training forwards without a single backward after which we say that we see nothing."""
 
@@ -171,7 +175,7 @@ class Sight:
         if self._forwards is None:
             return False
         self._forwards += 1
-        if self._forwards == 1 and replaced():
+        if self._forwards == PATIENCE and replaced():
             _log.warning(
                 "gradexporter: the model has none of the parameters that the optimizer given to watch() holds: it was "
                 "sharded, wrapped or moved afterwards, and no step of it can be seen; call watch() on the wrapped "

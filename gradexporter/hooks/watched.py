@@ -37,6 +37,10 @@ _SMALLEST_NORM = 1e-18
 """Norm in float32 below which squares have underflowed, or everything is zero."""
 
 
+LONG = 100
+"""Backwards without an update after which somebody else's updates are looked for."""
+
+
 class Watched:
     """One optimizer: its parameters, how they fold into layers, and the gradient of the step being built."""
 
@@ -82,6 +86,10 @@ class Watched:
         """Whether our clip is expected to bring the norms: it did before the last update."""
         self.clip_came = False
         """Whether it has brought them, or could have, since the last end of backward."""
+        self.probe: bool | None = None
+        """Whether the next clip is held against the gradients that the backward left, since something had changed them
+        before it; None before that happened, False after."""
+        self._begun = 0
         self.before_clipping = True
         """Whether the gradients were measured before anybody could have clipped them."""
         self.closure = False
@@ -223,8 +231,8 @@ class Watched:
 
     def join_parts(self) -> None:
         """Makes the gradients that were taken one by one those of the step being built."""
-        self.positions = tuple(self.parts)
-        self.block = stats.side_by_side(list(self.parts.values())) if self.parts else None
+        self.positions = tuple(sorted(self.parts))
+        self.block = stats.side_by_side([self.parts[at] for at in self.positions]) if self.parts else None
 
     def forget_step(self) -> None:
         """Starts the next step afresh."""
@@ -244,6 +252,18 @@ class Watched:
     def unchanged(self) -> bool:
         """Whether nobody seems to have changed the gradients since, in a loop that was never seen to."""
         return bool(self._versions) and self._versions == self._versions_now() and not self.reread.clips
+
+    def is_left_behind(self) -> bool:
+        """Counts an end of backward; whether as of this one somebody else has been updating the parameters for long."""
+        self.backwards += 1
+        version = self.parameters[0]._version if self.parameters else 0
+        if self.backwards == 1:
+            self._begun = version
+        return self.backwards == LONG and version > self._begun
+
+    def touched(self) -> bool:
+        """Whether the gradients are not those that an end of backward has left."""
+        return bool(self._versions) and self._versions != self._versions_now()
 
     def _versions_now(self) -> list[int]:
         reread = self.reread.always + self.reread.sometimes
