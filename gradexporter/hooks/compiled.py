@@ -244,7 +244,7 @@ _KERNELS = frozenset(
 
 def keeps_output(module: nn.Module) -> bool:
     """Whether the output of a module exists as a tensor in fused code as well, and may be measured there."""
-    weight = getattr(module, "weight", None)
+    weight = module._parameters.get("weight")  # of a parametrization the attribute would be computed, and change it
     # A matrix product over one element, or with one column, becomes a multiplication and may be fused.
     return type(module).forward in _KERNELS and isinstance(weight, Tensor) and min(weight.shape[:2]) > 1
 
