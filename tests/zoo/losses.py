@@ -29,7 +29,7 @@ def curves(generator: Generator) -> tuple[Tensor, Tensor]:
 
 
 def sentences(generator: Generator) -> tuple[Tensor, Tensor]:
-    return whole(generator, 4, 10, below=32), whole(generator, 4, 10, below=32)
+    return whole(generator, 4, 8, below=32), whole(generator, 4, 8, below=32)
 
 
 def classified(model: nn.Module, batch: Batch) -> Tensor:

@@ -38,7 +38,7 @@ class Packed(nn.Module):
         self.head = nn.Linear(16, 32)
 
     def forward(self, x: Tensor) -> Tensor:
-        lengths = torch.tensor([10, 8, 7, 3])
+        lengths = torch.tensor([8, 7, 5, 3])
         packed = nn.utils.rnn.pack_padded_sequence(self.embed(x), lengths, batch_first=True)
         out, _ = self.core(packed)
         return self.head(nn.utils.rnn.pad_packed_sequence(out, batch_first=True)[0])
@@ -68,12 +68,12 @@ class Translator(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.place = nn.Embedding(32, 16), nn.Parameter(torch.zeros(10, 16))
+        self.embed, self.place = nn.Embedding(32, 16), nn.Parameter(torch.zeros(8, 16))
         self.core = nn.Transformer(16, 2, 2, 2, 32, batch_first=True)
         self.head = nn.Linear(16, 32)
 
     def forward(self, x: Tensor) -> Tensor:
-        mask = nn.Transformer.generate_square_subsequent_mask(10)
+        mask = nn.Transformer.generate_square_subsequent_mask(8)
         source = self.embed(x) + self.place
         return self.head(self.core(source, source.roll(1, 1), tgt_mask=mask, tgt_is_causal=True))
 

@@ -12,7 +12,7 @@ from gradexporter.hooks import find_layers
 from tests.zoo.specimen import Specimen
 from tests.zoo.trials import Run, right, same, train
 from tests.zoo.wraps import Wrap, checkpointed, reentrant
-from tests.zoo.zoo import SPECIMENS, UNCHECKPOINTABLE
+from tests.zoo.zoo import DISTINCT, SPECIMENS, UNCHECKPOINTABLE
 
 every = pytest.mark.parametrize("specimen", SPECIMENS.values(), ids=str)
 
@@ -59,8 +59,7 @@ def test_every_trainable_parameter_belongs_to_exactly_one_layer(specimen: Specim
     assert owners == {id(parameter): 1 for parameter in model.parameters()}
 
 
-@every
-def test_checkpointed_blocks_are_measured_once_under_the_same_names(specimen: Specimen) -> None:
+def checkpointed_right(specimen: Specimen) -> None:
     if specimen.name in UNCHECKPOINTABLE:
         cannot(specimen, checkpointed)
         return
@@ -71,6 +70,17 @@ def test_checkpointed_blocks_are_measured_once_under_the_same_names(specimen: Sp
     right(watched, alone)
     right(watched, witnessed(specimen))
     assert watched.said <= alone.said
+
+
+@pytest.mark.parametrize("name", DISTINCT)
+def test_checkpointed_blocks_are_measured_once_under_the_same_names(name: str) -> None:
+    checkpointed_right(SPECIMENS[name])
+
+
+@pytest.mark.slow
+@every
+def test_all_checkpointed_blocks_are_measured_once_under_the_same_names(specimen: Specimen) -> None:
+    checkpointed_right(specimen)
 
 
 @pytest.mark.slow

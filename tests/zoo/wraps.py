@@ -65,7 +65,6 @@ def compilations() -> dict[str, int]:
     return {
         "graph breaks": sum(counters["graph_break"].values()),
         "graphs": counters["stats"]["unique_graphs"],  # a recompilation is one more
-        "frames": counters["frames"]["total"],
     }
 
 

@@ -18,6 +18,14 @@ DISTINCT = (
 )
 """Some that differ most from one another, for what takes long."""
 
+QUICKLY_COMPILED = (
+    *("resnet", "densenet", "mixer", "lstm", "packed gru", "temporal convolution", "vector quantised autoencoder"),
+    *("adversaries", "recommender", "siamese", "normalising flow", "low-rank adapter", "fourier operator"),
+    *("physics-informed", "Llama", "Mixtral", "Bert"),
+)
+"""Some that torch compiles within a few seconds."""
+
+UNCOMPILABLE = {"physics-informed": "double backward"}
 UNCHECKPOINTABLE = {"XLM": "keeps a cache that the second forward extends"}
 UNPARALLEL = {"actor-critic": "the parameters behind a distribution that it returns are taken for unused"}
 UNSHARDABLE = {
