@@ -22,6 +22,7 @@ from gradexporter.hooks import clipping, closing, points, scaler
 from gradexporter.hooks.attachment import LayerHooks
 from gradexporter.hooks.batch import valueless
 from gradexporter.hooks.cadence import Cadence
+from gradexporter.hooks.fallback import EagerParts
 from gradexporter.hooks.gradients import Gradients
 from gradexporter.hooks.guarded import fenced, quietly
 from gradexporter.hooks.layers import find_layers, without_data_parallel
@@ -84,6 +85,7 @@ class Capture:
         self._handles: list[Any] = []
         self.layer_hooks = LayerHooks()
         self._clean_state = CleanState()
+        self._eager_parts = EagerParts()
         self._next = config.start_step
         self._closed: Pending | None = None
         self.ending: tuple[int, Any] | None = None
@@ -164,6 +166,7 @@ class Capture:
             clipping.listen(self)
             stats.kernels.process.ask(self, self._kernels, self.fence.record)
             self._clean_state.attach(self.model.modules())
+            self._eager_parts.attach()
         except BaseException:
             self.detach()
             raise
@@ -180,6 +183,7 @@ class Capture:
         clipping.unlisten(self)
         stats.kernels.process.unask(self)
         self._clean_state.detach()
+        self._eager_parts.detach()
         self.layer_hooks.detach()
         while self._handles:
             self._handles.pop().remove()
@@ -221,6 +225,7 @@ class Capture:
 
     @fenced
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._eager_parts.look()
         if self._lookout:
             self._look()
             if self._lookout.rearranged():

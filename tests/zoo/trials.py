@@ -107,8 +107,12 @@ def right(
     steps: tuple[int, ...] = (0, STEPS - 1),
     columns: str = "",
     tolerance: float = 1e-5,
+    absent: bool = False,
 ) -> None:
-    """Asserts that layers are those of ``reference``, and in these steps the columns of this beginning too."""
+    """Asserts that layers are those of ``reference``, and in these steps the columns of this beginning too.
+
+    With ``absent`` a value may be missing.
+    """
     for step in steps:
         report = next(report for report in run.reports if report.step == step + 1)
         expected = reference.expected[step]
@@ -120,7 +124,7 @@ def right(
                 measured, where = getattr(row, column), f"{column} of {row.layer} in step {report.step}"
                 if value is None:
                     assert measured is None, f"{where} is {measured}, and should be absent"
-                else:
+                elif measured is not None or not absent:
                     assert measured == pytest.approx(value, rel=tolerance, abs=1e-30), where
 
 
