@@ -68,6 +68,10 @@ $(VENV)/.demo: pyproject.toml constraints.txt $(VENV)/.created
 	$(PIP) install -q -c constraints.txt -e '.[demo]'
 	@touch $@
 
+$(VENV)/.slow: $(VENV)/.dev
+	$(PIP) install -q -c constraints.txt -e '.[slow]'
+	@touch $@
+
 $(VENV)/.dev: $(VENV)/.demo
 	$(PIP) install -q -c constraints.txt -e '.[dev]'
 	@touch $@

@@ -170,7 +170,7 @@ LOOPS: dict[str, Loop] = {
         "state that an optimizer keeps elsewhere than in `optimizer.state` is lost unseen",
     ),
     "zoo": Loop(
-        "over 150 architectures of transformers and of torch.nn: bare, checkpointed, data parallel, sharded",
+        "over 150 architectures of transformers and of torch.nn: bare, checkpointed, compiled, data parallel, sharded",
         "names, outputs and gradients of all layers; losses, weights and warnings as alone",
     ),
     "compile": Loop(
