@@ -149,7 +149,7 @@ def _report(pending: Pending, norms_before: Values | None) -> StepReport:
     scale = numbers.get("loss_scale")
     applied = pending.applied and not numbers.get("found_inf", 0.0)
     _fold_gradients(pending, columns, nonfinite, fields, scale if pending.scaled else None)
-    if "reread" in pending.blocks and pending.reread is not None:
+    if {"reread", "gradients"} <= pending.blocks.keys() and pending.reread is not None:
         _fold_change(pending, pending.reread, fields, scale)
     if "gradient_norm" in numbers:
         fields["gradient_norm"] = numbers["gradient_norm"]

@@ -38,9 +38,9 @@ def close(
         scaled=watched.scaled,
     )
     pending.unknown = watched.unknown
-    if watched.block is not None:
-        pending.blocks["gradients"] = watched.block
-        pending.gradients = watched.positions
+    block, positions = watched.block, watched.positions
+    if block is not None and block.shape[1] == len(positions):  # threads that share a model may be in between
+        pending.blocks["gradients"], pending.gradients = block, positions
     there = watched.block is not None and not watched.unknown
     capture.signals["gradient"] = capture.signals["layer_gradient"] = there
     capture.signals["learning_rate"] = bool(watched.rates)

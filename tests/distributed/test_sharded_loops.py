@@ -74,7 +74,7 @@ def sharded_afterwards() -> list[str]:
     with logged() as lines, watching(model, OPTIMIZERS["sgd"](model.parameters())) as monitor:
         fsdp2(model)
         optimizer = OPTIMIZERS["sgd"](model.parameters())
-        for step in range(2):
+        for step in range(4):
             loss_of(model, step).backward()
             optimizer.step()
         assert monitor.flush()
