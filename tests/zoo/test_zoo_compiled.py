@@ -10,7 +10,7 @@ import torch
 from tests.zoo.specimen import Specimen
 from tests.zoo.trials import Run, right, same, train
 from tests.zoo.wraps import compilations, compiled
-from tests.zoo.zoo import QUICKLY_COMPILED, SPECIMENS, UNCOMPILABLE
+from tests.zoo.zoo import QUICKLY_COMPILED, SPECIMENS, UNCOMPILABLE, UNGRADED_CALLS
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -49,7 +49,8 @@ def compiled_right(specimen: Specimen, backend: str) -> None:
         alone, watched = runs
         same(watched, alone)
         right(watched, alone)
-        right(watched, train(specimen, witnessed=True), steps=(0,), columns="activation", tolerance=1e-3)
+        if specimen.name not in UNGRADED_CALLS:
+            right(watched, train(specimen, witnessed=True), steps=(0,), columns="activation", tolerance=1e-3)
 
 
 @pytest.mark.parametrize("name", QUICKLY_COMPILED)
@@ -73,11 +74,6 @@ def test_models_compiled_by_inductor_are_trained_as_alone_and_measured_where_fus
         alone, watched = runs
         same(watched, alone)
         right(watched, alone)
-        right(
-            watched,
-            train(specimen, witnessed=True),
-            steps=(0,),
-            columns="activation",
-            tolerance=1e-3,
-            absent=True,
-        )
+        if specimen.name not in UNGRADED_CALLS:
+            bare = train(specimen, witnessed=True)
+            right(watched, bare, steps=(0,), columns="activation", tolerance=1e-3, absent=True)
