@@ -43,7 +43,7 @@ class Pending:
     numbers: dict[str, Number] = field(default_factory=dict)
     losses: list[Number] = field(default_factory=list)
     gradients: tuple[int, ...] = ()
-    """Positions of the parameters that had a gradient."""
+    """Positions of the parameters that had a gradient, sorted."""
     unknown: tuple[int, ...] = ()
     """Positions of those whose gradient is not reduced over ranks yet."""
     moments: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
@@ -149,7 +149,7 @@ def _report(pending: Pending, norms_before: Values | None) -> StepReport:
     scale = numbers.get("loss_scale")
     applied = pending.applied and not numbers.get("found_inf", 0.0)
     _fold_gradients(pending, columns, nonfinite, fields, scale if pending.scaled else None)
-    if {"reread", "gradients"} <= pending.blocks.keys() and pending.reread is not None:
+    if "reread" in pending.blocks and pending.reread is not None:
         _fold_change(pending, pending.reread, fields, scale)
     if "gradient_norm" in numbers:
         fields["gradient_norm"] = numbers["gradient_norm"]
@@ -271,9 +271,7 @@ def _fold_gradients(
 def _fold_change(pending: Pending, reread: Reread, fields: dict[str, Any], scale: float | None) -> None:
     """What clipping did; ``reread`` learns from it, and picks its parameters where only this thread sees values."""
     gradients, again = _array(pending.blocks["gradients"]), _array(pending.blocks["reread"])
-    everything = len(pending.gradients) == len(pending.plan.owners)
-    at = [position if everything else pending.gradients.index(position) for position in pending.references]
-    before = gradients[:, at]
+    before = gradients[:, np.searchsorted(pending.gradients, pending.references)]
     if scale and pending.scaled != pending.still_scaled:
         before = before / scale if pending.scaled else before * scale
     change = reread.change(before, again)

@@ -17,8 +17,8 @@ PACKAGE = Path(__file__).resolve().parent.parent / "gradexporter"
 
 FILES = sorted(
     file
-    for room in ("hooks", "stats")
-    for file in (PACKAGE / room).glob("*.py")
+    for room in ("clip.py", "hooks/*.py", "stats/*.py")
+    for file in PACKAGE.glob(room)
     if file.relative_to(PACKAGE).as_posix() not in ("stats/host.py", "stats/native.py")  # main memory alone
 )
 
@@ -38,6 +38,14 @@ ANSWERS = frozenset(
 """Methods and torch functions whose result is a tensor that must not decide anything."""
 
 HOST_ONLY: dict[str, str] = {
+    "total.item()": "in main memory: gradients elsewhere are torch's to clip",
+    "math.isfinite(total.item())": "the same",
+    "torch.equal(total, expected)": "the same",
+    "norms.numpy()": "the same",
+    "np.asarray(norms.numpy(), dtype=np.float64)": "the same",
+    "bool(foreach)": "a flag",
+    "float(max_norm)": "a number, as in torch's own clip",
+    "bool(self.parameters)": "a list",
     "bool(held)": "a set of identities",
     "bool(kwargs.get('closure') or len(args) > 1)": "a callable",
     "bool(watched.rates)": "a list",

@@ -1,8 +1,7 @@
-"""The Triton kernel, in Triton's interpreter where there is no device; skips where Triton is not installed."""
+"""The Triton kernel, in Triton's interpreter where there is no device; slow, for Triton is a large package."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -35,7 +34,7 @@ COMPARISON = """
 """
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton, which torch brings for CUDA")
+@pytest.mark.slow
 def test_the_kernel_measures_what_stock_operations_measure() -> None:
     """In a process of its own: Triton decides when it is imported whether it interprets."""
     environ = os.environ if torch.cuda.is_available() else {**os.environ, "TRITON_INTERPRET": "1"}

@@ -313,7 +313,8 @@ class Capture:
         Of as many backwards as the last update had (accumulation, reentrant checkpoints) only the last is worth a
         pass; an update that comes sooner than that measures for itself, after clipping if there is any.
         """
-        if watched.is_left_behind() and watched.announced:
+        watched.count_backward()
+        if watched.is_left_behind and watched.announced:
             self.signals["gradient"] = False
             _log.warning(
                 "gradexporter: %d backwards without a step of the optimizer given to watch(), and the parameters "

@@ -41,7 +41,7 @@ def close(
     block, positions = watched.block, watched.positions
     if block is not None and block.shape[1] == len(positions):  # threads that share a model may be in between
         pending.blocks["gradients"], pending.gradients = block, positions
-    there = watched.block is not None and not watched.unknown
+    there = "gradients" in pending.blocks and not watched.unknown
     capture.signals["gradient"] = capture.signals["layer_gradient"] = there
     capture.signals["learning_rate"] = bool(watched.rates)
     state_seconds = None
@@ -67,7 +67,7 @@ def _close_numbers(capture: Capture, watched: Watched, pending: Pending) -> None
         pending.numbers["loss_scale"] = watched.scale
     if watched.found_inf is not None:
         pending.numbers["found_inf"] = watched.found_inf.detach().clone().reshape(())
-    if watched.again is not None:
+    if watched.again is not None and "gradients" in pending.blocks:
         pending.blocks["reread"], pending.reread = watched.again, watched.reread
         pending.references, pending.still_scaled = watched.references, watched.still_scaled
     if pending.applied and watched.index in capture.restarts:

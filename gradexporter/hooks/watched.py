@@ -36,7 +36,6 @@ def _measurable(parameter: nn.Parameter) -> bool:
 _SMALLEST_NORM = 1e-18
 """Norm in float32 below which squares have underflowed, or everything is zero."""
 
-
 LONG = 100
 """Backwards without an update after which somebody else's updates are looked for."""
 
@@ -89,7 +88,8 @@ class Watched:
         self.probe: bool | None = None
         """Whether the next clip is held against the gradients that the backward left, since something had changed them
         before it; None before that happened, False after."""
-        self._begun = 0
+        self._version = 0
+        """Changes in place of the first parameter until the first backward after the last update."""
         self.before_clipping = True
         """Whether the gradients were measured before anybody could have clipped them."""
         self.closure = False
@@ -253,13 +253,16 @@ class Watched:
         """Whether nobody seems to have changed the gradients since, in a loop that was never seen to."""
         return bool(self._versions) and self._versions == self._versions_now() and not self.reread.clips
 
-    def is_left_behind(self) -> bool:
-        """Counts an end of backward; whether as of this one somebody else has been updating the parameters for long."""
+    def count_backward(self) -> None:
+        """One more backward has ended."""
         self.backwards += 1
-        version = self.parameters[0]._version if self.parameters else 0
-        if self.backwards == 1:
-            self._begun = version
-        return self.backwards == LONG and version > self._begun
+        if self.backwards == 1 and self.parameters:
+            self._version = self.parameters[0]._version
+
+    @property
+    def is_left_behind(self) -> bool:
+        """Whether as of the last backward somebody else has been updating the parameters for long."""
+        return self.backwards == LONG and bool(self.parameters) and self.parameters[0]._version > self._version
 
     def touched(self) -> bool:
         """Whether the gradients are not those that an end of backward has left."""

@@ -37,7 +37,6 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -281,8 +280,6 @@ def _redirect(log: str) -> None:
 
 def started(size: int) -> Iterator[Ranks]:
     """The processes of a session; for a session fixture."""
-    if not dist.is_available() or not dist.is_gloo_available():
-        pytest.skip("this torch has no gloo")
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         ranks = Ranks(size, Path(folder))
         try:
